@@ -1,0 +1,1 @@
+"""What the target teaches: prompts, responses, tokens and masks, features, objectives."""

@@ -1,0 +1,43 @@
+"""Trained drafters: one file per method, and the one dict that names them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..infer.target import Target
+from .base import Binding, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .files import check_binding, read_config, read_weights
+from .medusa import Medusa, MedusaConfig
+
+METHODS: dict[str, tuple[type[HeadConfig], type[TrainedDrafter]]] = {
+    "medusa": (MedusaConfig, Medusa),
+}
+
+
+def load_drafter(directory: str | Path, target: Target) -> TrainedDrafter:
+    """The trained drafter in `directory`, ready to draft for `target`.
+
+    Raises ValueError if the folder is not a drafter's, its tensors do not fit its config, or it was trained for another
+    target.
+    """
+    directory = Path(directory)
+    head, binding = read_config(directory)
+    if head.get("method") not in METHODS:
+        raise ValueError(f"{directory} holds a drafter of method {head.get('method')!r}; known methods: {', '.join(METHODS)}.")
+    check_binding(binding, target, directory)
+    config_class, drafter_class = METHODS[head["method"]]
+    drafter = drafter_class(config_class.model_validate(head), target)
+    read_weights(drafter, directory)
+    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+__all__ = [
+    "METHODS",
+    "Binding",
+    "HeadConfig",
+    "LossSums",
+    "Objective",
+    "TeacherBatch",
+    "TrainedDrafter",
+    "load_drafter",
+]

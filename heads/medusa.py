@@ -1,0 +1,160 @@
+"""Medusa heads: K heads over the target's last hidden state, each proposing one future token.
+
+Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". One head is L
+residual blocks x + SiLU(W x + b), zero-initialised and distinct modules, and a projection to the vocabulary: its own,
+started as a copy of the target's head, or the frozen target head shared by all. Head k (0-based), reading the target
+at position t, proposes token t+2+k; loss sum_k 0.8^k CE_k over frozen features (Medusa-1).
+
+Letters: B rows, T positions, D hidden, V vocabulary, W draft vocabulary, K heads, R candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..infer.drafter import Observation
+from ..infer.sampling import Sampling
+from ..infer.target import Target
+from ..infer.tree import Topology, TokenTree
+from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .vocabulary import DraftVocabulary
+
+
+class MedusaConfig(HeadConfig):
+    """Shape of the heads."""
+
+    method: Literal["medusa"] = "medusa"
+    num_heads: int = Field(4, ge=1)
+    """K: heads, hence draft depth. The paper trains 5 and uses 4."""
+    num_layers: int = Field(1, ge=0)
+    """L: residual blocks per head. The paper uses 1."""
+    own_lm_head: bool = True
+    """True: each head has its own projection (the paper's form). False: all share the frozen target head."""
+    draft_vocab_size: int | None = Field(None, ge=1)
+    """W: size of a reduced draft vocabulary; None proposes from all of the target's tokens."""
+    head_decay: float = Field(0.8, gt=0)
+    """Weight of head k in the loss is head_decay^k (paper: 0.8)."""
+    tree: tuple[tuple[int, ...], ...] | None = None
+    """Rank paths of the static draft tree (see infer.tree.Topology); None drafts the top-1 chain."""
+
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> MedusaConfig:
+        if not self.own_lm_head and self.num_layers == 0:
+            raise ValueError("heads without blocks and without their own lm_head have nothing to train; set num_layers: 1.")
+        return self
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at the start of training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+@dataclass
+class MedusaState:
+    """hidden: (rows, D), the target's last hidden state at each row's newest read token."""
+
+    hidden: Tensor
+
+
+class Medusa(TrainedDrafter):
+    """K independent heads; no state but the newest hidden vector, no forward pass of its own between rounds."""
+
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, target: Target, *, token_map: Tensor | None = None) -> None:
+        super().__init__(config, target)
+        self.vocabulary = DraftVocabulary(config.draft_vocab_size, target.vocab_size, token_map)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(target.hidden_size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+        )
+        self.projections = nn.ModuleList()
+        if config.own_lm_head:
+            start = self.vocabulary.select(target.head.weight.detach().float())
+            for _ in range(config.num_heads):
+                projection = nn.Linear(target.hidden_size, len(start), bias=False)
+                projection.weight.data.copy_(start)
+                self.projections.append(projection)
+        self.topology = Topology(config.tree) if config.tree else Topology.chain(config.num_heads)
+
+    def use_chain(self) -> None:
+        self.topology = Topology.chain(self.config.num_heads)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.num_heads
+
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Head `step` on rows of the target's last hidden state: (..., D) -> (..., W)."""
+        states = self.blocks[step](hidden)
+        if self.config.own_lm_head:
+            return self.projections[step](states)
+        return self.vocabulary.select_last(self.target.logits(states.to(self.target.dtype)))
+
+    def loss(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
+        sums, counts, survived, reached = [], [], [], []
+        hidden = teacher.hidden.to(next(self.parameters()).dtype)
+        alive = torch.ones_like(teacher.supervised)
+        for step in range(self.num_steps):
+            rows = teacher.step_mask(step)
+            labels, known = self.vocabulary.labels(teacher.step_labels(step)[rows])
+            logits = self.logits(hidden[rows], step)
+            target_logits = self._target_logits(teacher, rows, step) if objective.uses_target else None
+            sums.append((objective(logits, labels, target_logits) * known).sum())
+            counts.append(rows.sum())
+            right = torch.zeros_like(rows)
+            right[rows] = (logits.argmax(dim=-1) == labels) & known
+            alive = alive & rows
+            reached.append(alive.sum())
+            alive = alive & right
+            survived.append(alive.sum())
+        weights = tuple(self.config.head_decay**step for step in range(self.num_steps))
+        return LossSums(torch.stack(sums), torch.stack(counts), weights, torch.stack(survived), torch.stack(reached))
+
+    def _target_logits(self, teacher: TeacherBatch, rows: Tensor, step: int) -> Tensor:
+        """The target's logits for the token that head `step` proposes: they stand at position t+1+step."""
+        ahead = torch.roll(teacher.hidden, -(step + 1), dims=1)
+        return self.vocabulary.select_last(teacher.logits(ahead[rows]))
+
+    @torch.no_grad()
+    def ranks(self, teacher: TeacherBatch) -> Tensor:
+        ranks = torch.full((*teacher.tokens.shape, self.num_steps), -1, device=teacher.tokens.device)
+        hidden = teacher.hidden.to(next(self.parameters()).dtype)
+        for step in range(self.num_steps):
+            rows = teacher.step_mask(step)
+            logits = self.logits(hidden[rows], step)
+            ranks[..., step][rows] = self.vocabulary.ranks(logits, teacher.step_labels(step)[rows])
+        return ranks
+
+    def start(self, *, rows: int, capacity: int) -> MedusaState:
+        return MedusaState(torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device))
+
+    def move(self, state: MedusaState, source: int, target: int) -> None:
+        state.hidden[target] = state.hidden[source]
+
+    def observe(self, state: MedusaState, seen: Observation) -> None:
+        state.hidden[seen.rows] = seen.last(seen.hidden)
+
+    def draft(self, state: MedusaState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        hidden = state.hidden[: len(anchors)]
+        width = self.topology.width
+        best = [self.logits(hidden, step).topk(width, dim=-1).indices for step in range(self.topology.depth)]
+        return self.topology.fill(anchors, self.vocabulary.to_target(torch.stack(best, dim=1)))  # (B, K, R)

@@ -1,0 +1,1 @@
+"""The verified decode loop: imports nothing else of draftsmith, so it serves alone."""

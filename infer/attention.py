@@ -1,0 +1,59 @@
+"""Attention for any transformers model through its public registry: plans instead of masks, no copied KV heads.
+
+Letters: B rows, Hq query heads, H KV heads, G = Hq / H, N queries, S keys, d head width.
+
+Query heads of one group share their keys, so they are folded into the length axis, (B, Hq, N, d) -> (B, H, G*N, d),
+instead of repeating keys and values G times. Sliding windows come from the layer itself (`sliding_window`), so one
+plan serves layers of every kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from .cache import Plan
+
+NAME = "draftsmith"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: Plan,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """query (B, Hq, N, d), key and value (B, H, S, d) -> (B, N, Hq, d). `attention_mask` is ignored: `plan` decides."""
+    if s_aux is not None or position_bias is not None:
+        raise ValueError(
+            f"{type(module).__name__} uses attention sinks or a position bias, which the verified loop does not support yet. "
+            "Use a target without them."
+        )
+    batch, query_heads, count, width = query.shape
+    groups = query_heads // key.shape[1]
+    folded = query.reshape(batch, key.shape[1], groups * count, width)
+    mask = plan.mask(groups=groups, window=sliding_window or 0, dtype=query.dtype)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(folded, key.transpose(-1, -2)).float() * (scaling or width**-0.5)
+        scores = torch.tanh(scores / softcap) * softcap + mask
+        out = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    out = out.reshape(batch, query_heads, count, -1)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)

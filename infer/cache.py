@@ -1,0 +1,152 @@
+"""A preallocated KV cache whose rows have lengths of their own, and the plan of one forward through it.
+
+Letters: B rows, H KV heads, G query heads per KV head, N new tokens per row, S slots read, C capacity of a row.
+
+Each layer owns one buffer of keys and one of values, laid out (H, B*C, d): slot s of row b lies at flat index b*C + s,
+so one `index_copy_` writes any set of (row, slot) pairs and reading rows 0..n-1 is a view. Nothing is concatenated and
+nothing is copied per step except accepted tree nodes that have to move up (`commit`).
+
+A *plan* says where the tokens of one forward go and what they may see. Three plans exist: `Packed` (whole documents
+side by side without a cache row in sight: training and prefill), and `Decode` (N new tokens for each of rows 0..B-1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class Plan:
+    """Visibility of one forward. Masks are additive, built once per forward and reused by all layers."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def visible(self, window: int) -> Tensor:
+        """(B or 1, N, S) bool; window 0 is full attention, else keys nearer than `window` positions."""
+        raise NotImplementedError
+
+    def mask(self, *, groups: int, window: int, dtype: torch.dtype) -> Tensor:
+        """(B or 1, 1, groups*N, S) additive mask for query heads folded into the length axis."""
+        key = (groups, window, dtype)
+        if key not in self._masks:
+            seen = self.visible(window)
+            bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            self._masks[key] = bias.repeat(1, groups, 1)[:, None]
+        return self._masks[key]
+
+
+class Packed(Plan):
+    """Documents side by side in each row, no attention across them.
+
+    segments: (B, T) int64, 0 padding (which sees itself only, so that no row of the softmax is empty).
+    positions: (B, T) int64, restarting in each document.
+    """
+
+    def __init__(self, segments: Tensor, positions: Tensor) -> None:
+        super().__init__()
+        self.segments, self.positions = segments, positions
+
+    def visible(self, window: int) -> Tensor:
+        distance = self.positions[:, :, None] - self.positions[:, None, :]
+        seen = (self.segments[:, :, None] == self.segments[:, None, :]) & (distance >= 0)
+        seen &= (self.segments > 0)[:, :, None] | (distance == 0)
+        if window:
+            seen &= distance < window
+        return seen
+
+
+class Decode(Plan):
+    """N new tokens in each of rows 0..B-1, at slots length..length+N-1, seeing the row's past and their ancestors.
+
+    lengths: (B,) int64; depths: (B, N) int64; ancestors: (B, N, N) bool; `span` slots are read.
+    """
+
+    def __init__(self, lengths: Tensor, depths: Tensor, ancestors: Tensor, *, span: int) -> None:
+        super().__init__()
+        self.lengths, self.depths, self.ancestors, self.span = lengths, depths, ancestors, span
+
+    def visible(self, window: int) -> Tensor:
+        batch, count, _ = self.ancestors.shape
+        slots = torch.arange(self.span, device=self.lengths.device)
+        past = slots[None, None, :] < self.lengths[:, None, None]  # (B, 1, S)
+        if window:
+            query = (self.lengths[:, None] + self.depths)[:, :, None]
+            past = past & (query - slots < window)
+        seen = past.expand(batch, count, self.span).clone()
+        tree = self.ancestors
+        if window:
+            tree = tree & (self.depths[:, :, None] - self.depths[:, None, :] < window)
+        where = (self.lengths[:, None] + torch.arange(count, device=slots.device))[:, None, :].expand_as(tree)
+        return seen.scatter_(2, where, tree)
+
+
+class KVCache(Cache):
+    """Keys and values of up to `rows` rows of up to `capacity` tokens; buffers appear at a layer's first write."""
+
+    def __init__(self, *, rows: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.rows, self.capacity = rows, capacity
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._slots: Tensor | None = None  # flat indices of this forward's tokens
+        self._read: tuple[int, int, int] | None = None  # first row, rows and slots handed to attention; None: only the new ones
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens in every row; buffers grow by half at least, one layer at a time."""
+        if length <= self.capacity:
+            return
+        old, self.capacity = self.capacity, -(-max(length, self.capacity * 3 // 2) // 64) * 64
+        for buffers in (self.keys, self.values):
+            for layer, buffer in enumerate(buffers):
+                heads, _, width = buffer.shape
+                grown = buffer.new_zeros(heads, self.rows, self.capacity, width)
+                grown[:, :, :old] = buffer.view(heads, self.rows, old, width)
+                buffers[layer] = grown.flatten(1, 2)
+
+    def write_at(self, slots: Tensor, *, read: tuple[int, int, int] | None) -> None:
+        """Aim the next forward: `slots` (B*N,) flat indices; `read` (first row, rows, slots) or None for no past."""
+        self._slots, self._read = slots, read
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store (B, H, N, d) keys and values and return those that attention reads, (B, H, S, d) views."""
+        assert self._slots is not None, "write_at must be called before a forward through the cache"
+        if layer_idx == len(self.keys):
+            self.keys.append(self._allocate(key_states))
+            self.values.append(self._allocate(value_states))
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        for buffer, new in ((keys, key_states), (values, value_states)):
+            buffer.index_copy_(1, self._slots, new.transpose(0, 1).flatten(1, 2))  # (H, B*N, d)
+        if self._read is None:
+            return key_states, value_states
+        return self._view(keys), self._view(values)
+
+    def commit(self, slots: Tensor, targets: Tensor) -> None:
+        """Move accepted nodes to their place: flat indices `slots` (M,) are copied to `targets` (M,) in every layer."""
+        for buffer in (*self.keys, *self.values):
+            buffer.index_copy_(1, targets, buffer.index_select(1, slots))
+
+    def move(self, source: int, target: int, *, length: int) -> None:
+        """Overwrite row `target` with the first `length` slots of row `source`."""
+        for buffer in (*self.keys, *self.values):
+            rows = buffer.view(buffer.shape[0], self.rows, self.capacity, -1)
+            rows[:, target, :length] = rows[:, source, :length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: positions and masks are given explicitly, never derived from the cache."""
+        return 0
+
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.keys, *self.values))
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        return like.new_zeros(like.shape[1], self.rows * self.capacity, like.shape[3])
+
+    def _view(self, buffer: Tensor) -> Tensor:
+        assert self._read is not None
+        first, rows, span = self._read
+        heads, _, width = buffer.shape
+        return buffer.view(heads, self.rows, self.capacity, width)[:, first : first + rows, :span].transpose(0, 1)

@@ -1,0 +1,44 @@
+"""Where a round's time goes: seconds per named phase, device work included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Accumulates wall-clock seconds per phase. A phase inside another counts for the inner one only.
+
+    On CUDA the device is synchronised at phase edges only when `exact` is set (evaluation), since that costs speed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self.exact = False
+        self._is_cuda = device.type == "cuda"
+        self._open: list[float] = []  # seconds spent in phases nested below each open one
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        self._sync()
+        began = time.perf_counter()
+        self._open.append(0.0)
+        try:
+            yield
+        finally:
+            self._sync()
+            took = time.perf_counter() - began
+            inner = self._open.pop()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + took - inner
+            if self._open:
+                self._open[-1] += took
+
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def _sync(self) -> None:
+        if self.exact and self._is_cuda:
+            torch.cuda.synchronize()

@@ -1,0 +1,98 @@
+"""What the verified loop needs from anything that proposes tokens.
+
+Letters: B rows, A tokens just read, D hidden, F features (taps concatenated), N nodes.
+
+One generation owns one state object; a drafter itself is stateless between calls and may serve many generations. The loop
+calls, in this order: `start` once, `observe` for the prompt of each joining row, then in every round `draft` for the
+active rows and `observe` with what the target read and truly computed for the tokens that were accepted. So a drafter
+never keeps anything that came from a rejected token.
+
+Active rows are always 0..B-1: when a row leaves, the last one takes its place through `move`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .sampling import Sampling
+from .tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the target has just read in some rows, right-padded to A tokens.
+
+    Worked example: the target had read 10 tokens, the anchor "the" stood at position 10 and the draft " cat sat" was
+    accepted up to " cat". Then tokens = ["the", " cat"], count = 2, start = 10, and anchor is the bonus token, which
+    stands at position 12 and has not been read.
+    """
+
+    rows: slice
+    """Which rows of the state these are."""
+    tokens: Tensor
+    """(B, A) int64: the tokens read; the first round of a row holds its prompt."""
+    count: Tensor
+    """(B,) int64: how many of the A columns are real."""
+    start: Tensor
+    """(B,) int64: absolute position of column 0."""
+    hidden: Tensor
+    """(B, A, D): the target's last hidden state (after the final norm) at these tokens."""
+    features: Tensor | None
+    """(B, A, F): the tapped layer outputs, concatenated in ascending order; None if the drafter taps nothing."""
+    anchor: Tensor
+    """(B,) int64: the newest emitted token, at position start + count, not read yet."""
+
+    def last(self, values: Tensor) -> Tensor:
+        """(B, ...): the entry of `values` (B, A, ...) at each row's last real column."""
+        return values[range(len(values)), self.count - 1]
+
+
+class Drafter(Protocol):
+    """Anything that proposes tokens."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers read, as 0-based decoder-layer outputs, ascending; may be empty."""
+        ...
+
+    def start(self, *, rows: int, capacity: int) -> Any:
+        """A fresh state for up to `rows` rows of up to `capacity` tokens each, draft nodes included."""
+        ...
+
+    def move(self, state: Any, source: int, target: int) -> None:
+        """Overwrite row `target` of the state with row `source` (a row left and the last one takes its place)."""
+        ...
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        """Take in what the target has read."""
+        ...
+
+    def draft(self, state: Any, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        """Propose for rows 0..B-1.
+
+        anchors: (B,) int64, roots of the trees. lengths: (B,) int64, tokens read by the target, so the anchor stands
+        at position `lengths` and a first draft token at `lengths + 1`. sampling: the rows' own settings and noise; a
+        deterministic drafter ignores it.
+        """
+        ...
+
+
+class NoDraft:
+    """Proposes nothing, which makes every round a step of plain decoding."""
+
+    taps: tuple[int, ...] = ()
+
+    def start(self, *, rows: int, capacity: int) -> None:
+        return None
+
+    def move(self, state: None, source: int, target: int) -> None:
+        pass
+
+    def observe(self, state: None, seen: Observation) -> None:
+        pass
+
+    def draft(self, state: None, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        return TokenTree.root(anchors)

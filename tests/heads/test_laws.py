@@ -1,0 +1,190 @@
+"""The laws of every trained drafter, parametrised over the method dict: a new method inherits them all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.heads import METHODS, Binding, TeacherBatch, TrainedDrafter, load_drafter
+from draftsmith.infer.sampling import SamplingParams
+from draftsmith.infer.target import Target
+
+from . import laws
+
+
+@dataclass
+class Trained:
+    drafter: TrainedDrafter
+    text: laws.Text
+    teacher: TeacherBatch
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def text(tiny_target: Target) -> laws.Text:
+    return laws.write_text(tiny_target, 12, seed=5)
+
+
+@pytest.fixture(scope="module", params=list(METHODS))
+def trained(request: pytest.FixtureRequest, tiny_target: Target, text: laws.Text) -> Trained:
+    """Each method overfitted to a little text, so that its drafts are sometimes right and sometimes wrong."""
+    drafter = laws.build(request.param, tiny_target)
+    teacher = laws.teach(tiny_target, text, taps=drafter.taps)
+    losses = laws.train(drafter, teacher)
+    return Trained(drafter, text, teacher, losses)
+
+
+def test_every_method_has_laws() -> None:
+    assert set(laws.SMALL) == set(METHODS)
+
+
+def test_training_overfits_one_batch(trained: Trained) -> None:
+    assert trained.losses[-1] < 0.7 * trained.losses[0]
+
+
+def test_greedy_output_equals_plain_decoding(trained: Trained, tiny_target: Target) -> None:
+    fresh = laws.prompts(6, seed=9, vocab_size=tiny_target.vocab_size)
+    ids = trained.text.prompts + fresh
+    plain = laws.decode(tiny_target, None, ids)
+    drafted = laws.decode(tiny_target, trained.drafter, ids)
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+    assert sum(output.stats.accepted for output in drafted) > 0, "no draft was ever accepted: the law was not exercised"
+    assert sum(output.stats.drafted - output.stats.accepted for output in drafted) > 0
+
+
+def test_greedy_output_equals_stock_generate(trained: Trained, tiny_target: Target) -> None:
+    """Against transformers itself, which shares none of our loop, cache or attention."""
+    stock = copy.deepcopy(tiny_target.model)
+    stock.config._attn_implementation = "eager"
+    for output, prompt in zip(laws.decode(tiny_target, trained.drafter, trained.text.prompts), trained.text.prompts):
+        ids = stock.generate(torch.tensor([prompt]), max_new_tokens=laws.NEW_TOKENS, do_sample=False)
+        assert output.tokens == ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("settings", [SamplingParams(1.0), SamplingParams(0.7, top_k=20), SamplingParams(1.3, top_p=0.8)])
+def test_sampled_output_is_the_same_with_and_without_the_drafter(
+    trained: Trained, tiny_target: Target, settings: SamplingParams
+) -> None:
+    plain = laws.decode(tiny_target, None, trained.text.prompts, sampling=settings)
+    drafted = laws.decode(tiny_target, trained.drafter, trained.text.prompts, sampling=settings, rows=3)
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+
+
+def test_text_does_not_depend_on_the_batch(trained: Trained, tiny_target: Target) -> None:
+    alone = laws.decode(tiny_target, trained.drafter, trained.text.prompts, rows=1)
+    crowd = laws.decode(tiny_target, trained.drafter, trained.text.prompts, rows=5)
+    assert [output.tokens for output in crowd] == [output.tokens for output in alone]
+    assert [vars(output.stats) for output in crowd] == [vars(output.stats) for output in alone]
+
+
+def test_teacher_forced_acceptance_equals_the_loops(trained: Trained, tiny_target: Target) -> None:
+    """Walk the text by teacher-forced chain acceptance: rounds and accepted tokens equal the loop's, integer for integer."""
+    chain = copy.deepcopy(trained.drafter)
+    object.__setattr__(chain, "target", tiny_target)
+    assert_chain(chain)
+    ranks = chain.ranks(trained.teacher)
+    outputs = laws.decode(tiny_target, chain, trained.text.prompts)
+    for number, (prompt, answer, output) in enumerate(zip(trained.text.prompts, trained.text.answers, outputs)):
+        row, document = divmod(number, 2)
+        start = int((trained.teacher.segments[row] == document + 1).nonzero()[0])
+        accepted = walk(ranks[row], start + len(prompt) - 1, start + len(prompt) + len(answer))
+        assert (output.stats.rounds, output.stats.accepted) == (len(accepted), sum(accepted))
+
+
+def assert_chain(drafter: TrainedDrafter) -> None:
+    """Make the copy draft its top-1 chain."""
+    drafter.use_chain()
+
+
+def walk(ranks: torch.Tensor, at: int, end: int) -> list[int]:
+    """Accepted tokens of each round if decoding follows `ranks` (T, K): at row t the target has read t, emitted t+1."""
+    rounds = []
+    while at + 1 < end - 1:  # token end-1 not yet emitted
+        run = 0
+        while run < ranks.shape[1] and at + 2 + run < end and int(ranks[at, run]) == 0:
+            run += 1
+        rounds.append(run)
+        at += run + 1
+    return rounds
+
+
+def test_loss_counts_what_ranks_count(trained: Trained) -> None:
+    sums = trained.drafter(trained.teacher, laws.SoftCrossEntropy())
+    ranks = trained.drafter.ranks(trained.teacher)
+    alive = torch.ones_like(ranks[..., 0], dtype=torch.bool)
+    for step in range(trained.drafter.num_steps):
+        alive &= ranks[..., step] >= 0
+        assert int(sums.reached[step]) == int(alive.sum())
+        alive &= ranks[..., step] == 0
+        assert int(sums.survived[step]) == int(alive.sum())
+        assert int(sums.counts[step]) == int(trained.teacher.step_mask(step).sum())
+
+
+def test_packed_neighbours_and_padding_do_not_change_a_document(trained: Trained, tiny_target: Target) -> None:
+    """Ranks of a document alone equal its ranks in a packed row behind another document."""
+    packed = trained.drafter.ranks(trained.teacher)
+    text = trained.text
+    alone = laws.Text([text.prompts[1]], [text.answers[1]])
+    single = trained.drafter.ranks(laws.teach(tiny_target, alone, taps=trained.drafter.taps))
+    before = len(text.prompts[0]) + len(text.answers[0])
+    length = len(text.prompts[1]) + len(text.answers[1])
+    assert torch.equal(single[0, :length], packed[0, before : before + length])
+
+
+def test_gradient_reaches_trainable_weights_and_nothing_of_the_target(trained: Trained, tiny_target: Target) -> None:
+    drafter = laws.build(trained.drafter.config.method, tiny_target)
+    sums = drafter(trained.teacher, laws.SoftCrossEntropy())
+    sums.sums.sum().backward()
+    flat = [name for name, p in drafter.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.isfinite().all())]
+    assert flat == []
+    assert all(p.grad is None and not p.requires_grad for p in tiny_target.model.parameters())
+    names = {name for name, _ in drafter.named_parameters()} | set(drafter.state_dict())
+    assert not any("target" in name for name in names), "the frozen target is registered in the drafter"
+
+
+def test_save_and_load_are_bit_identical(trained: Trained, tiny_target: Target, tmp_path: Path) -> None:
+    binding = Binding(target=tiny_target.fingerprint(), template_hash=tiny_target.template_hash)
+    trained.drafter.save(tmp_path, binding=binding)
+    again = load_drafter(tmp_path, tiny_target)
+    assert again.config == trained.drafter.config
+    assert {name: tensor.tolist() for name, tensor in again.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in trained.drafter.state_dict().items()
+    }
+    assert torch.equal(again.ranks(trained.teacher), trained.drafter.ranks(trained.teacher))
+
+
+def test_another_target_is_refused_with_what_differs(
+    trained: Trained, build_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    other = build_target(seed=3)
+    binding = Binding(target=other.fingerprint(), template_hash=other.template_hash)
+    trained.drafter.save(tmp_path, binding=binding)
+    with pytest.raises(ValueError, match=r"trained for target.*weights: drafter"):
+        load_drafter(tmp_path, trained.drafter.target)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "rename", "nan", "no-config"])
+def test_damaged_checkpoint_is_refused_with_the_reason(trained: Trained, tiny_target: Target, tmp_path: Path, damage: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    binding = Binding(target=tiny_target.fingerprint(), template_hash=tiny_target.template_hash)
+    trained.drafter.save(tmp_path, binding=binding)
+    file = tmp_path / "model.safetensors"
+    if damage == "truncate":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "no-config":
+        (tmp_path / "config.json").unlink()
+    else:
+        tensors = load_file(file)
+        name = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+        tensor = tensors.pop(name)
+        tensors["unknown" if damage == "rename" else name] = torch.full_like(tensor, torch.nan)
+        save_file(tensors, file)
+    reason = {"truncate": "damaged", "rename": "unknown", "nan": "NaN", "no-config": "config.json"}[damage]
+    with pytest.raises(ValueError, match=reason):
+        load_drafter(tmp_path, tiny_target)
