@@ -23,11 +23,14 @@ def load_drafter(directory: str | Path, target: Target) -> TrainedDrafter:
     directory = Path(directory)
     head, binding = read_config(directory)
     if head.get("method") not in METHODS:
-        raise ValueError(f"{directory} holds a drafter of method {head.get('method')!r}; known methods: {', '.join(METHODS)}.")
+        raise ValueError(
+            f"{directory} holds a drafter of method {head.get('method')!r}; known methods: {', '.join(METHODS)}."
+        )
     check_binding(binding, target, directory)
     config_class, drafter_class = METHODS[head["method"]]
     drafter = drafter_class(config_class.model_validate(head), target)
     read_weights(drafter, directory)
+    drafter.measured = binding.measured
     return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 

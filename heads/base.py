@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
-from ..infer.tree import TokenTree
+from ..infer.tree import TokenTree, Topology
 
 
 class HeadConfig(BaseModel):
@@ -126,6 +126,8 @@ class Binding:
     """`Target.template_hash`: the chat template used in training."""
     objective: str = ""
     data_hash: str = ""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What held-out evaluation found: `rank_accuracy` (K, R), from which trees are built (infer.tree_search)."""
 
 
 class TrainedDrafter(nn.Module, ABC):
@@ -140,6 +142,7 @@ class TrainedDrafter(nn.Module, ABC):
     def __init__(self, config: HeadConfig, target: Target) -> None:
         super().__init__()
         self.config = config
+        self.measured: dict[str, Any] = {}
         object.__setattr__(self, "target", target)  # past nn.Module's registry: not a child of this module
 
     target: Target
@@ -155,8 +158,12 @@ class TrainedDrafter(nn.Module, ABC):
         """K: tokens a chain draft has."""
 
     @abstractmethod
+    def use_tree(self, topology: Topology) -> None:
+        """Draft this static tree from now on, whatever the config asks for; its depth is at most `num_steps`."""
+
     def use_chain(self) -> None:
-        """Draft the top-1 chain of `num_steps` tokens from now on, whatever tree the config asks for."""
+        """Draft the top-1 chain of `num_steps` tokens from now on."""
+        self.use_tree(Topology.chain(self.num_steps))
 
     def forward(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
         """`loss`, under the name that DDP and DeepSpeed wrap."""

@@ -58,14 +58,18 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Binding]:
     """The method's config as a dict, and the binding. Raises ValueError if the folder is not a drafter's."""
     file = directory / CONFIG
     if not file.is_file():
-        raise ValueError(f"{directory} holds no {CONFIG}; expected the folder of a trained drafter (it has {CONFIG} and {WEIGHTS}).")
+        raise ValueError(
+            f"{directory} holds no {CONFIG}; expected the folder of a trained drafter (it has {CONFIG} and {WEIGHTS})."
+        )
     try:
         content = json.loads(file.read_text())
         head, binding, layout = content["head"], Binding(**content["binding"]), content["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a drafter's config ({error}); expected keys format, head, binding.") from error
     if layout != FORMAT:
-        raise ValueError(f"{file} has format {layout}, this version reads format {FORMAT}. Upgrade draftsmith or export again.")
+        raise ValueError(
+            f"{file} has format {layout}, this version reads format {FORMAT}. Upgrade draftsmith or export again."
+        )
     return head, binding
 
 
@@ -88,7 +92,11 @@ def read_weights(drafter: TrainedDrafter, directory: Path) -> None:
             f"{file} does not fit its config: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}, "
             f"shapes {shapes or 'fine'}. The two files come from different saves."
         )
-    bad = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())]
+    bad = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    ]
     if bad:
         raise ValueError(f"{file} holds NaN or infinite values in {bad}; this training run diverged.")
     drafter.load_state_dict(tensors)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
-from ..infer.tree import Topology, TokenTree
+from ..infer.tree import TokenTree, Topology
 from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .vocabulary import DraftVocabulary
 
@@ -43,11 +43,12 @@ class MedusaConfig(HeadConfig):
     tree: tuple[tuple[int, ...], ...] | None = None
     """Rank paths of the static draft tree (see infer.tree.Topology); None drafts the top-1 chain."""
 
-
     @model_validator(mode="after")
     def _has_weights(self) -> MedusaConfig:
         if not self.own_lm_head and self.num_layers == 0:
-            raise ValueError("heads without blocks and without their own lm_head have nothing to train; set num_layers: 1.")
+            raise ValueError(
+                "heads without blocks and without their own lm_head have nothing to train; set num_layers: 1."
+            )
         return self
 
 
@@ -80,7 +81,8 @@ class Medusa(TrainedDrafter):
         super().__init__(config, target)
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, target.vocab_size, token_map)
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(target.hidden_size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+            nn.Sequential(*(ResidualBlock(target.hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
         )
         self.projections = nn.ModuleList()
         if config.own_lm_head:
@@ -91,8 +93,8 @@ class Medusa(TrainedDrafter):
                 self.projections.append(projection)
         self.topology = Topology(config.tree) if config.tree else Topology.chain(config.num_heads)
 
-    def use_chain(self) -> None:
-        self.topology = Topology.chain(self.config.num_heads)
+    def use_tree(self, topology: Topology) -> None:
+        self.topology = topology
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -145,7 +147,9 @@ class Medusa(TrainedDrafter):
         return ranks
 
     def start(self, *, rows: int, capacity: int) -> MedusaState:
-        return MedusaState(torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device))
+        return MedusaState(
+            torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
+        )
 
     def move(self, state: MedusaState, source: int, target: int) -> None:
         state.hidden[target] = state.hidden[source]

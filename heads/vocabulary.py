@@ -22,7 +22,9 @@ class DraftVocabulary(nn.Module):
         if size is None and token_map is not None:
             raise ValueError("a token map was given but draft_vocab_size is not set; set it to the map's length.")
         if size is not None and size > target_size:
-            raise ValueError(f"draft_vocab_size {size} exceeds the target's vocabulary of {target_size}; lower it or leave it out.")
+            raise ValueError(
+                f"draft_vocab_size {size} exceeds the target's vocabulary of {target_size}; lower it or leave it out."
+            )
         if size is not None and token_map is not None:
             self.check(token_map)
         if size is not None and token_map is None:

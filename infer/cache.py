@@ -93,7 +93,9 @@ class KVCache(Cache):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._slots: Tensor | None = None  # flat indices of this forward's tokens
-        self._read: tuple[int, int, int] | None = None  # first row, rows and slots handed to attention; None: only the new ones
+        self._read: tuple[int, int, int] | None = (
+            None  # first row, rows and slots handed to attention; None: only the new ones
+        )
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens in every row; buffers grow by half at least, one layer at a time."""
@@ -111,7 +113,9 @@ class KVCache(Cache):
         """Aim the next forward: `slots` (B*N,) flat indices; `read` (first row, rows, slots) or None for no past."""
         self._slots, self._read = slots, read
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store (B, H, N, d) keys and values and return those that attention reads, (B, H, S, d) views."""
         assert self._slots is not None, "write_at must be called before a forward through the cache"
         if layer_idx == len(self.keys):

@@ -43,12 +43,15 @@ class Engine:
     answer. The text of a request does not depend on who shares its batch (fp32).
     """
 
-    def __init__(self, target: Target, *, drafter: Drafter | None = None, rows: int = 32, verifier: Verifier = sample_match) -> None:
+    def __init__(
+        self, target: Target, *, drafter: Drafter | None = None, rows: int = 32, verifier: Verifier = sample_match
+    ) -> None:
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}.")
         self.target, self.verifier, self.max_rows = target, verifier, rows
         self.drafter: Drafter = drafter or NoDraft()
         self.clock = Clock(target.device)
+        self.steps = 0
         self.cache = KVCache(rows=rows, capacity=256)
         self.state = self.drafter.start(rows=rows, capacity=256)
         self._queue: deque[Request] = deque()
@@ -86,6 +89,7 @@ class Engine:
         progress = self._admit()
         if not self._rows:
             return progress
+        self.steps += 1
         with self.clock.time("draft"):
             tree = self.drafter.draft(self.state, self._anchors, self._lengths, self._sampling)
         with self.clock.time("verify"):
@@ -231,7 +235,11 @@ class Engine:
             parts.append(
                 self.target.verify(tree, read, self.cache, longest=start, first_row=first_row, taps=self.drafter.taps)
             )
-        features = None if parts[0].features is None else torch.cat([part.features for part in parts if part.features is not None], 1)
+        features = (
+            None
+            if parts[0].features is None
+            else torch.cat([part.features for part in parts if part.features is not None], 1)
+        )
         return Reading(torch.cat([part.hidden for part in parts], dim=1), features)
 
     def _leave(self, index: int) -> None:

@@ -37,7 +37,9 @@ def resolve(name: str) -> str:
             raise ValueError(f"target folder {name!r} holds no config.json; expected a Hugging Face model folder.")
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ValueError(f"target folder {name!r} does not exist. Name a folder, `{NAME}`, or a Hugging Face id like org/model.")
+        raise ValueError(
+            f"target folder {name!r} does not exist. Name a folder, `{NAME}`, or a Hugging Face id like org/model."
+        )
     return name
 
 
@@ -99,7 +101,9 @@ def _convert(source: Path, folder: Path) -> None:
     with torch.no_grad():
         gap = float((model(probe).logits - again(probe).logits).abs().max())
     if gap != 0.0:
-        raise RuntimeError(f"the converted model's logits differ from the GGUF's by {gap}; conversion is not to be trusted")
+        raise RuntimeError(
+            f"the converted model's logits differ from the GGUF's by {gap}; conversion is not to be trusted"
+        )
 
 
 def _damage(folder: Path) -> str | None:
@@ -113,7 +117,9 @@ def _damage(folder: Path) -> str | None:
     if missing:
         return f"missing {', '.join(missing)}"
     stamp_file = folder / ".checked"
-    stamp = json.dumps([[name, (folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in sorted(sums)])
+    stamp = json.dumps(
+        [[name, (folder / name).stat().st_size, (folder / name).stat().st_mtime_ns] for name in sorted(sums)]
+    )
     if stamp_file.is_file() and stamp_file.read_text() == stamp:
         return None
     for name, expected in sums.items():

@@ -16,7 +16,7 @@ class Request:
     prompt: Sequence[int]
     """Token ids, at least one."""
     max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         if len(self.prompt) == 0:

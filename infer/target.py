@@ -42,7 +42,9 @@ class Target:
     Build it with `Target.load`; `Target(model, tokenizer)` wraps a model already in memory (tests, custom loading).
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str = "in-memory") -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str = "in-memory"
+    ) -> None:
         _refuse_recurrent(model)
         self.name = name
         self.model = model.eval().requires_grad_(False)
@@ -116,7 +118,9 @@ class Target:
         architecture = {
             key: value
             for key, value in self.text_config.to_dict().items()
-            if key.startswith(("num_", "hidden", "intermediate", "vocab", "rope", "head_dim", "model_type", "tie_", "rms"))
+            if key.startswith(
+                ("num_", "hidden", "intermediate", "vocab", "rope", "head_dim", "model_type", "tie_", "rms")
+            )
         }
         sample = [self.head.weight[:64, :64], next(iter(self._layers[-1].parameters())).flatten()[:4096]]
         digest = hashlib.sha256()
@@ -142,7 +146,9 @@ class Target:
         return logits
 
     @torch.no_grad()
-    def read_packed(self, tokens: Tensor, positions: Tensor, segments: Tensor, *, taps: tuple[int, ...] = ()) -> Reading:
+    def read_packed(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor, *, taps: tuple[int, ...] = ()
+    ) -> Reading:
         """Read whole documents without a cache: tokens, positions, segments (B, T) int64 (see `cache.Packed`)."""
         return self._forward(tokens, positions, Packed(segments, positions), cache=None, taps=taps)
 
@@ -164,7 +170,14 @@ class Target:
 
     @torch.no_grad()
     def verify(
-        self, tree: TokenTree, lengths: Tensor, cache: KVCache, *, longest: int, first_row: int = 0, taps: tuple[int, ...] = ()
+        self,
+        tree: TokenTree,
+        lengths: Tensor,
+        cache: KVCache,
+        *,
+        longest: int,
+        first_row: int = 0,
+        taps: tuple[int, ...] = (),
     ) -> Reading:
         """Read the trees of B consecutive rows, from `first_row`, in one forward.
 
@@ -180,7 +193,9 @@ class Target:
         plan = Decode(lengths, tree.depths, tree.ancestors, span=span)
         return self._forward(tree.tokens, lengths[:, None] + tree.depths, plan, cache=cache, taps=taps)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]) -> Reading:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]
+    ) -> Reading:
         with _Tapping(self._layers, taps) as tapped:
             out = self.model.base_model(
                 input_ids=tokens, position_ids=positions, cache=cache, use_cache=cache is not None, plan=plan
@@ -228,13 +243,28 @@ class _Tapping:
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    found = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    found = [
+        module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; its architecture is not supported.")
+        raise ValueError(
+            f"{type(model).__name__} has no list of {count} decoder layers; its architecture is not supported."
+        )
     return found[0]
 
 
-_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "conv", "jamba", "lfm2", "bamba", "falcon_h1", "griffin")
+_RECURRENT = (
+    "mamba",
+    "rwkv",
+    "linear_attention",
+    "recurrent",
+    "conv",
+    "jamba",
+    "lfm2",
+    "bamba",
+    "falcon_h1",
+    "griffin",
+)
 
 
 def _refuse_recurrent(model: PreTrainedModel) -> None:

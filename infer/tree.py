@@ -54,7 +54,9 @@ class TokenTree:
         return cls.chain(anchors, anchors.new_zeros(len(anchors), 0))
 
     @classmethod
-    def chain(cls, anchors: Tensor, draft: Tensor, *, valid: Tensor | None = None, probs: Tensor | None = None) -> TokenTree:
+    def chain(
+        cls, anchors: Tensor, draft: Tensor, *, valid: Tensor | None = None, probs: Tensor | None = None
+    ) -> TokenTree:
         """A chain: anchors (B,) followed by draft (B, K); `valid` (B, K) bool marks real tokens, all of them if None.
 
         `probs` (B, K, V) are the rows the tokens were drawn from; the root gets a row of zeros.

@@ -66,7 +66,9 @@ def test_greedy_output_equals_stock_generate(trained: Trained, tiny_target: Targ
         assert output.tokens == ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("settings", [SamplingParams(1.0), SamplingParams(0.7, top_k=20), SamplingParams(1.3, top_p=0.8)])
+@pytest.mark.parametrize(
+    "settings", [SamplingParams(1.0), SamplingParams(0.7, top_k=20), SamplingParams(1.3, top_p=0.8)]
+)
 def test_sampled_output_is_the_same_with_and_without_the_drafter(
     trained: Trained, tiny_target: Target, settings: SamplingParams
 ) -> None:
@@ -140,7 +142,11 @@ def test_gradient_reaches_trainable_weights_and_nothing_of_the_target(trained: T
     drafter = laws.build(trained.drafter.config.method, tiny_target)
     sums = drafter(trained.teacher, laws.SoftCrossEntropy())
     sums.sums.sum().backward()
-    flat = [name for name, p in drafter.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.isfinite().all())]
+    flat = [
+        name
+        for name, p in drafter.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.isfinite().all())
+    ]
     assert flat == []
     assert all(p.grad is None and not p.requires_grad for p in tiny_target.model.parameters())
     names = {name for name, _ in drafter.named_parameters()} | set(drafter.state_dict())
@@ -169,7 +175,9 @@ def test_another_target_is_refused_with_what_differs(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "rename", "nan", "no-config"])
-def test_damaged_checkpoint_is_refused_with_the_reason(trained: Trained, tiny_target: Target, tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_refused_with_the_reason(
+    trained: Trained, tiny_target: Target, tmp_path: Path, damage: str
+) -> None:
     from safetensors.torch import load_file, save_file
 
     binding = Binding(target=tiny_target.fingerprint(), template_hash=tiny_target.template_hash)

@@ -1,0 +1,58 @@
+"""Fits a drafter's static tree to this machine: measured rank accuracies against the measured cost of verification."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..infer.cost import verify_seconds
+from ..infer.sampling import Sampling, SamplingParams
+from ..infer.target import Target
+from ..infer.tree import Topology
+from ..infer.tree_search import choose_tree
+from .base import TrainedDrafter
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The chosen tree and why."""
+
+    topology: Topology
+    expected_tau: float
+    seconds: dict[int, float]
+    """Measured seconds of a target forward by tree size."""
+    draft_seconds: float
+
+
+def fit_tree(drafter: TrainedDrafter, target: Target, *, rows: int = 1, host_seconds: float = 1e-3) -> Fit | None:
+    """Choose the tree with the most expected tokens per second and make the drafter use it.
+
+    None, with the drafter unchanged, if its checkpoint carries no rank accuracies. rows: batch size to optimise for.
+    Takes a few seconds. An empty tree means that drafting does not pay here: the loop then decodes plainly.
+    """
+    accuracy = drafter.measured.get("rank_accuracy")
+    if not accuracy:
+        return None
+    seconds = verify_seconds(target, rows=rows)
+    drafter.use_chain()
+    draft = _draft_seconds(drafter, target, rows=rows)
+    topology, tau = choose_tree(accuracy, seconds=seconds, overhead=draft + host_seconds)
+    drafter.use_tree(topology)
+    return Fit(topology, tau, seconds, draft)
+
+
+@torch.inference_mode()
+def _draft_seconds(drafter: TrainedDrafter, target: Target, *, rows: int, repeats: int = 6) -> float:
+    state = drafter.start(rows=rows, capacity=256)
+    anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
+    sampling = Sampling([SamplingParams()] * rows, target.device)
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        tree = drafter.draft(state, anchors, torch.ones_like(anchors), sampling)
+        tree.tokens.tolist()  # waits for the device
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
