@@ -1,0 +1,152 @@
+"""The target adapter: every architecture, every plan, against the model's own forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from draftsmith.infer.cache import KVCache
+from draftsmith.infer.decode import Engine, Request
+from draftsmith.infer.drafter import NoDraft
+from draftsmith.infer.sampling import Sampling
+from draftsmith.infer.target import Target
+from draftsmith.infer.tree import Topology, TokenTree
+
+from .architectures import ARCHITECTURES, VOCAB, build
+
+PATHS = Topology(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)))
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def own_logits(model: hf.PreTrainedModel, ids: list[int]) -> Tensor:
+    """(V,): the unwrapped model's logits after `ids`."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, -1]
+
+
+def stock(name: str) -> hf.PreTrainedModel:
+    model = build(name)
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_every_tree_node_gets_the_logits_of_its_own_path(name: str) -> None:
+    """Rows of different lengths, longer than any sliding window, side by side in one forward."""
+    target, alone = Target(build(name), None), stock(name)
+    cache = KVCache(rows=3, capacity=64)
+    prompts = [random_ids(count, seed=count) for count in (14, 5, 21)]
+    target.prefill([torch.tensor(ids) for ids in prompts], cache, first_row=0)
+    anchors = torch.tensor([7, 8, 9])
+    candidates = torch.randint(3, VOCAB, (3, 3, 3), generator=torch.Generator().manual_seed(1))
+    tree = PATHS.fill(anchors, candidates)
+    lengths = torch.tensor([len(ids) for ids in prompts])
+    logits = target.logits(target.verify(tree, lengths, cache, longest=21).hidden)
+    for row, ids in enumerate(prompts):
+        for node in range(tree.num_nodes):
+            path = [tree.tokens[row, j].item() for j in range(node + 1) if tree.ancestors[row, node, j]]
+            torch.testing.assert_close(logits[row, node], own_logits(alone, ids + path), atol=2e-4, rtol=1e-4)
+
+
+def test_packed_documents_do_not_see_each_other(name: str) -> None:
+    target, alone = Target(build(name), None), stock(name)
+    documents = [random_ids(count, seed=count) for count in (11, 17)]
+    tokens = torch.tensor([documents[0] + documents[1] + [0, 0]])
+    segments = torch.tensor([[1] * 11 + [2] * 17 + [0] * 2])
+    positions = torch.tensor([[*range(11), *range(17), 0, 0]])
+    logits = target.logits(target.read_packed(tokens, positions, segments).hidden)
+    torch.testing.assert_close(logits[0, 10], own_logits(alone, documents[0]), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0, 27], own_logits(alone, documents[1]), atol=2e-4, rtol=1e-4)
+    assert logits.isfinite().all()
+
+
+def test_plain_decoding_equals_stock_generate(name: str) -> None:
+    """Rows join and leave (2 at a time), prompts and answers run past the sliding window."""
+    engine, alone = Engine(Target(build(name), None), rows=2), stock(name)
+    prompts = [random_ids(count, seed=count) for count in (3, 12, 7, 20, 5)]
+    for index, ids in enumerate(prompts):
+        engine.add(Request(str(index), ids, 10 + 5 * index))
+    outputs = {int(output.id): output for output in engine.run()}
+    for index, ids in enumerate(prompts):
+        expected = alone.generate(torch.tensor([ids]), max_new_tokens=10 + 5 * index, do_sample=False)[0, len(ids) :]
+        assert outputs[index].tokens == expected.tolist()
+
+
+def test_taps_are_zero_based_layer_outputs(name: str) -> None:
+    target, alone = Target(build(name), None), stock(name)
+    ids = random_ids(9, seed=3)
+    tokens, positions = torch.tensor([ids]), torch.arange(9)[None]
+    reading = target.read_packed(tokens, positions, torch.ones_like(tokens), taps=(0, 2))
+    with torch.no_grad():
+        states = alone(tokens, output_hidden_states=True).hidden_states  # index 0 is the embedding
+    assert reading.features is not None
+    torch.testing.assert_close(reading.features, torch.cat([states[1], states[3]], dim=-1), atol=2e-4, rtol=1e-4)
+
+
+def test_taps_must_ascend_and_exist() -> None:
+    target = Target(build("llama"), None)
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    for taps in ((2, 1), (1, 1), (0, 4), (-1, 2)):
+        with pytest.raises(ValueError, match="ascending 0-based"):
+            target.read_packed(tokens, torch.arange(3)[None], tokens, taps=taps)
+
+
+def test_a_prompt_longer_than_one_prefill_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftsmith.infer import decode
+
+    target = Target(build("llama"), None)
+    ids = random_ids(50, seed=4)
+    texts = []
+    for budget in (2048, 16):
+        monkeypatch.setattr(decode, "PREFILL_TOKENS", budget)
+        engine = Engine(target, rows=2)
+        engine.add(Request("long", ids, 12))
+        engine.add(Request("other", ids[:9], 12))
+        texts.append({output.id: output.tokens for output in engine.run()})
+    assert texts[0] == texts[1]
+
+
+def test_recurrent_targets_are_refused_by_name() -> None:
+    config = hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ValueError, match=r"MambaForCausalLM keeps recurrent state \(mamba\)"):
+        Target(hf.MambaForCausalLM(config), None)
+
+
+def test_a_request_that_cannot_fit_is_refused() -> None:
+    engine = Engine(Target(build("llama"), None))
+    with pytest.raises(ValueError, match="exceed the target's context of 256"):
+        engine.add(Request("a", [5] * 250, 20))
+    with pytest.raises(ValueError, match="token ids must lie in"):
+        engine.add(Request("a", [VOCAB], 20))
+    with pytest.raises(ValueError, match="empty prompt"):
+        Request("a", [], 20)
+
+
+def test_cache_growth_keeps_what_was_written() -> None:
+    model = build("llama")
+    texts = []
+    for capacity in (8, 200):
+        target = Target(copy.deepcopy(model), None)
+        engine = Engine(target, rows=2)
+        engine.cache = KVCache(rows=2, capacity=capacity)
+        for index in range(3):
+            engine.add(Request(str(index), random_ids(6, seed=index), 60))
+        texts.append({output.id: output.tokens for output in engine.run()})
+    assert texts[0] == texts[1]
+
+
+def test_no_draft_is_plain_decoding() -> None:
+    tree = NoDraft().draft(None, torch.tensor([3, 4]), torch.tensor([5, 6]), Sampling([]))
+    assert tree.tokens.tolist() == [[3], [4]]
+    assert isinstance(tree, TokenTree)
