@@ -1,0 +1,130 @@
+"""The evaluation document, its arithmetic, and the audit behind it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.infer.audit import audit
+from draftsmith.infer.decode import Engine, Request
+from draftsmith.infer.decoder import SpeculativeDecoder
+from draftsmith.infer.drafter import NoDraft
+from draftsmith.infer.evaluate import EvalPrompt, evaluate
+from draftsmith.infer.request import Stats
+from draftsmith.infer.sampling import Sampling, SamplingParams
+from draftsmith.infer.target import Target
+from draftsmith.infer.tree import TokenTree
+
+COUNTS = {"prompts", "identical", "rounds", "drafted", "accepted", "emitted"}
+FIGURES = {"tau", "tokens_per_s_plain", "tokens_per_s", "speedup", "ms_draft", "ms_verify", "ms_host"}
+
+
+class Oracle(NoDraft):
+    """Drafts the target's own greedy text, with one wrong token in every third chain."""
+
+    def __init__(self, texts: dict[int, list[int]], length: int = 3) -> None:
+        self.texts, self.length, self.calls = texts, length, 0
+
+    def draft(self, state: None, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        self.calls += 1
+        rows = []
+        for length, anchor in zip(lengths.tolist(), anchors.tolist()):
+            text = next(text for text in self.texts.values() if len(text) > length and text[length] == anchor)
+            rows.append((text[length + 1 :] + [0] * self.length)[: self.length])
+        draft = torch.tensor(rows)
+        if self.calls % 3 == 0:
+            draft[:, 1] = (draft[:, 1] + 1) % 300
+        return TokenTree.chain(anchors, draft)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_target: Target) -> list[EvalPrompt]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 300, (5 + index,), generator=generator).tolist() for index in range(4)]
+    return [EvalPrompt(str(index), "ab"[index % 2], tokens) for index, tokens in enumerate(ids)]
+
+
+def greedy(target: Target, prompt: EvalPrompt, new_tokens: int) -> list[int]:
+    engine = Engine(target, rows=1)
+    engine.add(Request("x", prompt.tokens, new_tokens))
+    return next(engine.run()).tokens
+
+
+def test_document_holds_what_its_schema_says(tiny_target: Target, prompts: list[EvalPrompt]) -> None:
+    texts = {index: [*p.tokens, *greedy(tiny_target, p, 60)] for index, p in enumerate(prompts)}
+    document = evaluate(tiny_target, Oracle(texts), prompts, max_new_tokens=24, progress=False)
+    document = json.loads(json.dumps(document))
+    assert set(document) >= {"totals", "categories", "definitions", "settings", "versions", "machine", "answers"}
+    for part in (document["totals"], *document["categories"].values()):
+        assert all(isinstance(part[key], int) for key in COUNTS)
+        assert all(isinstance(part[key], float) for key in FIGURES)
+        assert part["tau"] == part["emitted"] / part["rounds"]
+        assert part["identical"] == part["prompts"]
+        assert 0 < part["accepted"] < part["drafted"]
+        assert part["emitted"] <= part["rounds"] + part["accepted"]
+        assert all(0 <= share <= 1 for share in part["acceptance"])
+    for key in COUNTS:
+        assert document["totals"][key] == sum(part[key] for part in document["categories"].values())
+    assert COUNTS | FIGURES | {"acceptance"} <= set(document["definitions"]) | {"tokens_per_s_plain", "ms_verify", "ms_host"}
+    assert len(document["answers"]) == len(prompts)
+
+
+def test_rows_change_no_answer(tiny_target: Target, prompts: list[EvalPrompt]) -> None:
+    texts = {index: [*p.tokens, *greedy(tiny_target, p, 60)] for index, p in enumerate(prompts)}
+    one = evaluate(tiny_target, Oracle(texts), prompts, max_new_tokens=16, progress=False)
+    two = evaluate(tiny_target, Oracle(texts), prompts, max_new_tokens=16, rows=2, progress=False)
+    assert {a["id"]: a["tokens"] for a in one["answers"]} == {a["id"]: a["tokens"] for a in two["answers"]}
+
+
+def test_acceptance_is_conditional_and_a_text_that_ends_inside_a_draft_is_no_rejection() -> None:
+    stats = Stats()
+    stats.count_round(drafted=3, offered=3, accepted=3, emitted=4)
+    stats.count_round(drafted=3, offered=3, accepted=1, emitted=2)
+    stats.count_round(drafted=3, offered=1, accepted=1, emitted=1)  # EOS was the first draft token
+    assert stats.acceptance == [3 / 3, 1 / 2, 1 / 1]
+    assert stats.tau == 7 / 3
+
+
+def test_audit_passes_the_targets_own_text(tiny_target: Target, prompts: list[EvalPrompt]) -> None:
+    assert audit(tiny_target, prompts[0].tokens, greedy(tiny_target, prompts[0], 30)).verdict == "exact"
+
+
+@pytest.mark.parametrize("position", [0, 7, 29])
+def test_audit_catches_a_planted_error_and_names_its_place(
+    tiny_target: Target, prompts: list[EvalPrompt], position: int
+) -> None:
+    tokens = greedy(tiny_target, prompts[0], 30)
+    tokens[position] = (tokens[position] + 1) % 300
+    finding = audit(tiny_target, prompts[0].tokens, tokens)
+    assert (finding.verdict, finding.position) == ("wrong", position)
+    assert finding.gap is not None
+    assert finding.tolerance is not None
+    assert finding.gap > finding.tolerance
+
+
+def test_audit_knows_sampled_text(tiny_target: Target, prompts: list[EvalPrompt]) -> None:
+    sampling = SamplingParams(temperature=0.9, top_k=40, seed=11)
+    engine = Engine(tiny_target, rows=1)
+    engine.add(Request("x", prompts[1].tokens, 30, sampling))
+    tokens = next(engine.run()).tokens
+    assert audit(tiny_target, prompts[1].tokens, tokens, sampling=sampling).verdict == "exact"
+    other = SamplingParams(temperature=0.9, top_k=40, seed=12)
+    assert audit(tiny_target, prompts[1].tokens, tokens, sampling=other).verdict == "wrong"
+
+
+def test_decoder_takes_text_ids_and_messages_and_streams_what_it_returns(tiny_target: Target) -> None:
+    decoder = SpeculativeDecoder(tiny_target, None)
+    messages = [{"role": "user", "content": "the cat"}]
+    answer = decoder.generate("the cat", max_new_tokens=20)
+    assert decoder.generate(messages, max_new_tokens=20) == answer
+    assert decoder.generate(decoder.encode("the cat"), max_new_tokens=20) == answer
+    assert "".join(decoder.stream("the cat", max_new_tokens=20)) == answer.text
+    assert decoder.generate_batch(["the dog", messages], max_new_tokens=20)[1] == answer
+
+
+def test_nothing_to_evaluate_is_an_error(tiny_target: Target) -> None:
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate(tiny_target, NoDraft(), [], max_new_tokens=4)
