@@ -6,11 +6,17 @@ from pathlib import Path
 
 from ..infer.target import Target
 from .base import Binding, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .dflash import DFlash, DFlashConfig
+from .draft_model import DraftModelConfig, TrainedDraftModel
+from .eagle3 import Eagle3, Eagle3Config
 from .files import check_binding, read_config, read_weights
 from .medusa import Medusa, MedusaConfig
 
 METHODS: dict[str, tuple[type[HeadConfig], type[TrainedDrafter]]] = {
     "medusa": (MedusaConfig, Medusa),
+    "eagle3": (Eagle3Config, Eagle3),
+    "dflash": (DFlashConfig, DFlash),
+    "draft_model": (DraftModelConfig, TrainedDraftModel),
 }
 
 
@@ -28,7 +34,7 @@ def load_drafter(directory: str | Path, target: Target) -> TrainedDrafter:
         )
     check_binding(binding, target, directory)
     config_class, drafter_class = METHODS[head["method"]]
-    drafter = drafter_class(config_class.model_validate(head), target)
+    drafter = drafter_class.from_folder(config_class.model_validate(head), target, directory)
     read_weights(drafter, directory)
     drafter.measured = binding.measured
     return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)

@@ -15,7 +15,6 @@ counts only where its anchor (token t+1) is supervised, because decoding never s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +38,14 @@ class HeadConfig(BaseModel):
     """Which entry of `heads.METHODS` this is; each method narrows it to a literal."""
 
 
+class TeacherLogits(Protocol):
+    """The frozen target's head."""
+
+    def __call__(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """hidden (..., D) -> (..., V), or (..., W) for the W tokens of `vocabulary` (W,) int64."""
+        ...
+
+
 @dataclass(frozen=True)
 class TeacherBatch:
     """What a head learns from: packed documents and what the target computed on them."""
@@ -55,8 +62,8 @@ class TeacherBatch:
     """(B, T, D): the target's last hidden state, after its final norm."""
     features: Tensor | None
     """(B, T, F): taps concatenated in ascending order, or None."""
-    logits: Callable[[Tensor], Tensor]
-    """The frozen target's logits for rows of its last hidden state: (..., D) -> (..., V). No gradient flows into it."""
+    logits: TeacherLogits
+    """The frozen target's logits for rows of its last hidden state. No gradient flows into it."""
 
     def step_mask(self, step: int) -> Tensor:
         """(B, T) bool: rows t at which draft step `step` counts (see the module docstring)."""
@@ -146,6 +153,15 @@ class TrainedDrafter(nn.Module, ABC):
         object.__setattr__(self, "target", target)  # past nn.Module's registry: not a child of this module
 
     target: Target
+
+    @classmethod
+    def from_folder(cls, config: HeadConfig, target: Target, directory: Path) -> TrainedDrafter:
+        """The drafter of a saved config, before its weights are read from `directory`."""
+        return cls(config, target)
+
+    def public_config(self) -> dict[str, Any]:
+        """What other engines read in config.json; our own fields stand there under the key `draftsmith`."""
+        return {}
 
     @property
     @abstractmethod

@@ -1,7 +1,8 @@
 """How a trained drafter lies on disk: `config.json` + `model.safetensors`, strict in both directions.
 
-config.json holds the method's own config (every field, defaults included) and a `binding`: the target's fingerprint,
-chat-template hash, objective and data hash. Loading against another target is an error that says what differs.
+Under the key `draftsmith`, config.json holds the method's own config (every field, defaults included) and a `binding`:
+the target's fingerprint, chat-template hash, objective and data hash. Loading against another target is an error that
+says what differs. Its other keys are what other engines read (`TrainedDrafter.public_config`), so one folder serves both.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 from ..infer.target import Target
 from .base import Binding, TrainedDrafter
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FORMAT = 1
-"""Version of this layout; a reader refuses a newer one."""
+CONFIG, WEIGHTS, OWN = "config.json", "model.safetensors", "draftsmith"
+FORMAT = 2
+"""Version of this layout; a reader refuses a newer one. In format 1 our keys stood at the top level of config.json."""
 
 
 def save_drafter(
@@ -36,12 +37,13 @@ def save_drafter(
     state = drafter.state_dict() if weights is None else weights
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()} if weights is None else None
     assert expected is None or set(expected) == set(state)
-    config = {
+    own = {
         "format": FORMAT,
         "draftsmith_version": version("draftsmith"),
         "head": drafter.config.model_dump(mode="json"),
         "binding": vars(binding),
     }
+    config = drafter.public_config() | {OWN: own}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -63,10 +65,13 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Binding]:
         )
     try:
         content = json.loads(file.read_text())
+        content = content.get(OWN, content)
         head, binding, layout = content["head"], Binding(**content["binding"]), content["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a drafter's config ({error}); expected keys format, head, binding.") from error
-    if layout != FORMAT:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is not a drafter's config ({error}); expected the key {OWN} with format, head, binding."
+        ) from error
+    if layout not in (1, FORMAT):
         raise ValueError(
             f"{file} has format {layout}, this version reads format {FORMAT}. Upgrade draftsmith or export again."
         )

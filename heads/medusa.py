@@ -10,6 +10,7 @@ Letters: B rows, T positions, D hidden, V vocabulary, W draft vocabulary, K head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,18 +110,19 @@ class Medusa(TrainedDrafter):
         states = self.blocks[step](hidden)
         if self.config.own_lm_head:
             return self.projections[step](states)
-        return self.vocabulary.select_last(self.target.logits(states.to(self.target.dtype)))
+        return self.target.logits(states.to(self.target.dtype), self.vocabulary.token_map)
 
     def loss(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
         sums, counts, survived, reached = [], [], [], []
         hidden = teacher.hidden.to(next(self.parameters()).dtype)
+        target_logits = self._target_logits(teacher) if objective.uses_target else None
         alive = torch.ones_like(teacher.supervised)
         for step in range(self.num_steps):
             rows = teacher.step_mask(step)
             labels, known = self.vocabulary.labels(teacher.step_labels(step)[rows])
             logits = self.logits(hidden[rows], step)
-            target_logits = self._target_logits(teacher, rows, step) if objective.uses_target else None
-            sums.append((objective(logits, labels, target_logits) * known).sum())
+            truth = None if target_logits is None else target_logits(rows, step)
+            sums.append((objective(logits, labels, truth) * known).sum())
             counts.append(rows.sum())
             right = torch.zeros_like(rows)
             right[rows] = (logits.argmax(dim=-1) == labels) & known
@@ -131,10 +133,20 @@ class Medusa(TrainedDrafter):
         weights = tuple(self.config.head_decay**step for step in range(self.num_steps))
         return LossSums(torch.stack(sums), torch.stack(counts), weights, torch.stack(survived), torch.stack(reached))
 
-    def _target_logits(self, teacher: TeacherBatch, rows: Tensor, step: int) -> Tensor:
-        """The target's logits for the token that head `step` proposes: they stand at position t+1+step."""
-        ahead = torch.roll(teacher.hidden, -(step + 1), dims=1)
-        return self.vocabulary.select_last(teacher.logits(ahead[rows]))
+    def _target_logits(self, teacher: TeacherBatch) -> Callable[[Tensor, int], Tensor]:
+        """The target's logits for what head `step` proposes at `rows`: they stand at position t+1+step.
+
+        Every position is computed once, although up to K heads ask for it.
+        """
+        masks = [torch.roll(teacher.step_mask(step), step + 1, dims=1) for step in range(self.num_steps)]
+        needed = torch.stack(masks).any(dim=0)  # (B, T)
+        logits = teacher.logits(teacher.hidden[needed], self.vocabulary.token_map)
+        index = needed.flatten().cumsum(0).view_as(needed) - 1
+
+        def at(rows: Tensor, step: int) -> Tensor:
+            return logits[torch.roll(index, -(step + 1), dims=1)[rows]]
+
+        return at
 
     @torch.no_grad()
     def ranks(self, teacher: TeacherBatch) -> Tensor:

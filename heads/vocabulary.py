@@ -44,10 +44,6 @@ class DraftVocabulary(nn.Module):
         """Rows (V, ...) of the draft vocabulary only: (W, ...)."""
         return rows if self.token_map is None else rows[self.token_map.to(rows.device)]
 
-    def select_last(self, logits: Tensor) -> Tensor:
-        """Columns (..., V) of the draft vocabulary only: (..., W)."""
-        return logits if self.token_map is None else logits[..., self.token_map]
-
     def to_target(self, ids: Tensor) -> Tensor:
         """Draft ids to target ids, any shape, int64."""
         return ids if self.token_map is None else self.token_map[ids]

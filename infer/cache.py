@@ -62,7 +62,8 @@ class Packed(Plan):
 class Decode(Plan):
     """N new tokens in each of rows 0..B-1, at slots length..length+N-1, seeing the row's past and their ancestors.
 
-    lengths: (B,) int64; depths: (B, N) int64; ancestors: (B, N, N) bool; `span` slots are read.
+    lengths: (B,) int64; depths: (B, N) int64; ancestors: (B, N, N) bool; `span` slots are read. To read only the last M
+    of N nodes, the others having been read before, pass their rows of `ancestors`, (B, M, N), and all depths.
     """
 
     def __init__(self, lengths: Tensor, depths: Tensor, ancestors: Tensor, *, span: int) -> None:
@@ -70,17 +71,17 @@ class Decode(Plan):
         self.lengths, self.depths, self.ancestors, self.span = lengths, depths, ancestors, span
 
     def visible(self, window: int) -> Tensor:
-        batch, count, _ = self.ancestors.shape
+        batch, count, nodes = self.ancestors.shape
         slots = torch.arange(self.span, device=self.lengths.device)
         past = slots[None, None, :] < self.lengths[:, None, None]  # (B, 1, S)
         if window:
-            query = (self.lengths[:, None] + self.depths)[:, :, None]
+            query = (self.lengths[:, None] + self.depths[:, -count:])[:, :, None]
             past = past & (query - slots < window)
         seen = past.expand(batch, count, self.span).clone()
         tree = self.ancestors
         if window:
-            tree = tree & (self.depths[:, :, None] - self.depths[:, None, :] < window)
-        where = (self.lengths[:, None] + torch.arange(count, device=slots.device))[:, None, :].expand_as(tree)
+            tree = tree & (self.depths[:, -count:, None] - self.depths[:, None, :] < window)
+        where = (self.lengths[:, None] + torch.arange(nodes, device=slots.device))[:, None, :].expand_as(tree)
         return seen.scatter_(2, where, tree)
 
 

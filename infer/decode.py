@@ -85,9 +85,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
-        """One round of every active row, after letting waiting requests join."""
+        """Let waiting requests join, which emits their first tokens, or else do one round of every active row."""
         progress = self._admit()
-        if not self._rows:
+        if progress or not self._rows:
             return progress
         self.steps += 1
         with self.clock.time("draft"):
@@ -99,10 +99,10 @@ class Engine:
             logits = self.target.logits(reading.hidden)
         with self.clock.time("host"):
             verdict = self.verifier(tree, logits, self._lengths, self._sampling)
-            counts, width = self._commit(tree, reading, verdict)
-            return progress + self._emit(tree, verdict, counts, width)
+            counts, width = self._commit(tree, reading, logits, verdict)
+            return self._emit(tree, verdict, counts, width)
 
-    def _commit(self, tree: TokenTree, reading: Reading, verdict: Verdict) -> tuple[list[int], int]:
+    def _commit(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict) -> tuple[list[int], int]:
         """Keep the accepted rows of the cache, tell the drafter, move the anchors. The round's one host sync is here."""
         counts: list[int] = verdict.count.tolist()
         width = max(counts)
@@ -111,14 +111,14 @@ class Engine:
         start = torch.arange(len(counts), device=path.device) * self.cache.capacity + self._lengths
         if not torch.equal(path, index.minimum(verdict.count[:, None] - 1)):
             self.cache.commit((start[:, None] + path).flatten(), (start[:, None] + index).flatten())
-        self._observe(tree, reading, verdict, path)
+        self._observe(tree, reading, logits, verdict, path)
         self._lengths = self._lengths + verdict.count
         self._anchors = verdict.bonus
         for row, count in zip(self._rows, counts):
             row.length += count
         return counts, width
 
-    def _observe(self, tree: TokenTree, reading: Reading, verdict: Verdict, path: Tensor) -> None:
+    def _observe(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, path: Tensor) -> None:
         rows = torch.arange(len(path), device=path.device)[:, None]
         features = None if reading.features is None else reading.features[rows, path]
         seen = Observation(
@@ -129,6 +129,7 @@ class Engine:
             hidden=reading.hidden[rows, path],
             features=features,
             anchor=verdict.bonus,
+            logits=logits,
         )
         with self.clock.time("draft"):
             self.drafter.observe(self.state, seen)

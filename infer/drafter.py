@@ -1,11 +1,12 @@
 """What the verified loop needs from anything that proposes tokens.
 
-Letters: B rows, A tokens just read, D hidden, F features (taps concatenated), N nodes.
+Letters: B rows, A tokens just read, D hidden, F features (taps concatenated), N nodes, V vocabulary.
 
 One generation owns one state object; a drafter itself is stateless between calls and may serve many generations. The loop
 calls, in this order: `start` once, `observe` for the prompt of each joining row, then in every round `draft` for the
-active rows and `observe` with what the target read and truly computed for the tokens that were accepted. So a drafter
-never keeps anything that came from a rejected token.
+active rows and `observe` with what the target read and truly computed for the tokens that were accepted. What the
+target computed at rejected nodes (`Observation.logits`) may suggest tokens and nothing else; no drafter state is built on
+a rejected token.
 
 Active rows are always 0..B-1: when a row leaves, the last one takes its place through `move`.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .sampling import Sampling
@@ -44,6 +46,18 @@ class Observation:
     """(B, A, F): the tapped layer outputs, concatenated in ascending order; None if the drafter taps nothing."""
     anchor: Tensor
     """(B,) int64: the newest emitted token, at position start + count, not read yet."""
+    logits: Tensor | None = None
+    """(B, N, V): the target's logits at every node of the tree that was drafted, accepted or not; None for a prompt."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether these rows have just joined, so that whatever the state holds of them is of other requests."""
+        return self.logits is None
+
+    def texts(self) -> list[list[int]]:
+        """Per row the tokens just read and the anchor, on the host in one transfer."""
+        table = torch.cat([self.count[:, None], self.anchor[:, None], self.tokens], dim=1).tolist()
+        return [[*tokens[:count], anchor] for count, anchor, *tokens in table]
 
     def last(self, values: Tensor) -> Tensor:
         """(B, ...): the entry of `values` (B, A, ...) at each row's last real column."""

@@ -115,18 +115,18 @@ def judge_block(tree: TokenTree, p: Tensor, coins: Tensor) -> tuple[Tensor, Tens
 def judge_recursive(tree: TokenTree, p: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
     """A judge (module docstring) of trees. One pass: children follow their parents, siblings the order of drawing."""
     live, earlier = _live(tree), _earlier_siblings(tree)
-    rows = torch.arange(len(p), device=p.device)
-    law, current = p[:, 0], torch.zeros_like(rows)
+    law, current = p[:, 0].clone(), torch.zeros_like(tree.tokens[:, 0])
     for node in range(1, tree.num_nodes):
-        asked = live[:, node] & (tree.parents[:, node] == current)
-        if not bool(asked.any()):  # most nodes hang from tokens that were not kept
+        rows = (live[:, node] & (tree.parents[:, node] == current)).nonzero()[:, 0]
+        if len(rows) == 0:  # most nodes hang from tokens that were not kept
             continue
-        index, token = torch.full_like(rows, node), tree.tokens[:, node]
-        q = _drawn_from(tree, index, earlier)
-        kept = asked & (coins[:, node] * q[rows, token] < law[rows, token])
-        rejected = _normalised((law - q).clamp(min=0), law)
-        law = torch.where(asked[:, None], torch.where(kept[:, None], p[:, node], rejected), law)
-        current = torch.where(kept, index, current)
+        at = torch.full_like(rows, node)
+        q, token = _drawn_from(tree, rows, at, earlier), tree.tokens[rows, at]
+        index = torch.arange(len(rows), device=rows.device)
+        kept = coins[rows, at] * q[index, token] < law[rows, token]
+        rest = _normalised((law[rows] - q).clamp(min=0), law[rows])
+        law[rows] = torch.where(kept[:, None], p[rows, at], rest)
+        current[rows] = torch.where(kept, at, current[rows])
     return current, law
 
 
@@ -137,32 +137,32 @@ def judge_traversal(tree: TokenTree, p: Tensor, coins: Tensor) -> tuple[Tensor, 
     departure all its children are gone: it is kept with its current rate, or deleted, which updates its parent.
     """
     earlier = _earlier_siblings(tree)
-    nodes, arrives = _depth_first(tree, _live(tree), earlier)
-    parents = tree.parents.clamp(min=0)
-    rows = torch.arange(len(p), device=p.device)
+    visits, arrives = _depth_first(tree, _live(tree), earlier)
     law, rate = p.clone(), torch.ones_like(p[:, :, 0])  # the p and r of every node, updated by deletions
-    last, found = torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
-    for step in range(1, nodes.shape[1]):
-        node = nodes[:, step]
-        busy = (node > 0) & ~found
+    last = torch.zeros_like(tree.tokens[:, 0])
+    for step in range(1, visits.shape[1]):
+        busy = (visits[:, step] > 0) & (last == 0)
         if not bool(busy.any()):
             break
-        parent, token = parents[rows, node], tree.tokens[rows, node]
-        above, above_rate = law[rows, parent], rate[rows, parent]
-        q = _drawn_from(tree, node, earlier)
+        rows = (busy & arrives[:, step]).nonzero()[:, 0]
+        if len(rows):
+            node = visits[rows, step]
+            parent, token = tree.parents[rows, node], tree.tokens[rows, node]
+            q_x = _drawn_from(tree, rows, node, earlier).gather(1, token[:, None])[:, 0]
+            rate[rows, node] = (rate[rows, parent] * law[rows, parent, token] / q_x).clamp(max=1)
 
-        arrived = busy & arrives[:, step]
-        fresh = (above_rate * above[rows, token] / q[rows, token]).clamp(max=1)
-        rate[rows, node] = torch.where(arrived, fresh, rate[rows, node])
-
-        kept = busy & ~arrived & (coins[rows, node] < rate[rows, node])
-        last, found = torch.where(kept, node, last), found | kept
-
-        deleted = busy & ~arrived & ~kept
-        rest = (above_rate[:, None] * above - q).clamp(min=0)
-        rate[rows, parent] = torch.where(deleted, _continue_rate(rest.sum(dim=-1), above_rate), above_rate)
-        law[rows, parent] = torch.where(deleted[:, None], _normalised(rest, above), above)
-    return last, law[rows, last]
+        rows = (busy & ~arrives[:, step]).nonzero()[:, 0]
+        kept = coins[rows, visits[rows, step]] < rate[rows, visits[rows, step]]
+        last[rows[kept]] = visits[rows[kept], step]
+        rows = rows[~kept]
+        if len(rows):
+            node = visits[rows, step]
+            parent = tree.parents[rows, node]
+            above, above_rate = law[rows, parent], rate[rows, parent]
+            rest = (above_rate[:, None] * above - _drawn_from(tree, rows, node, earlier)).clamp(min=0)
+            rate[rows, parent] = _continue_rate(rest.sum(dim=-1), above_rate)
+            law[rows, parent] = _normalised(rest, above)
+    return last, law[torch.arange(len(p), device=p.device), last]
 
 
 def _chain(tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,16 +217,13 @@ def _earlier_siblings(tree: TokenTree) -> Tensor:
     return (same & _live(tree)[:, None, :]).tril(diagonal=-1)
 
 
-def _drawn_from(tree: TokenTree, node: Tensor, earlier: Tensor) -> Tensor:
-    """(B, V): the law that each row's `node` (B,) was drawn from, its row without its earlier siblings."""
+def _drawn_from(tree: TokenTree, rows: Tensor, node: Tensor, earlier: Tensor) -> Tensor:
+    """(R, V): for R chosen rows, the law that `node` (R,) was drawn from, its row without its earlier siblings."""
     assert tree.probs is not None, "verifiers check that the draft has its rows"
-    rows = torch.arange(len(node), device=node.device)
-    row = tree.probs[rows, node]
-    vocab = row.shape[-1]
-    taken = torch.where(earlier[rows, node], tree.tokens, vocab)  # (B, N); column `vocab` is thrown away
-    gone = torch.zeros(len(node), vocab + 1, dtype=torch.bool, device=node.device).scatter_(1, taken, True)
-    row = row.masked_fill(gone[:, :vocab], 0.0)
-    return row / row.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)
+    q = tree.probs[rows, node]  # a copy
+    which, sibling = earlier[rows, node].nonzero(as_tuple=True)
+    q[which, tree.tokens[rows[which], sibling]] = 0.0
+    return q / q.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
 def _depth_first(tree: TokenTree, live: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:

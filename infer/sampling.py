@@ -24,12 +24,14 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}.")
+        if not (self.temperature == 0 or self.temperature >= 1e-5):  # below, float32 logits overflow
+            raise ValueError(f"temperature must be 0 (greedy) or at least 1e-5, got {self.temperature}.")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], where 1 is off, got {self.top_p}.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit in 64 bits (signed), got {self.seed}.")
 
 
 class Sampling:
@@ -100,4 +102,5 @@ class Sampling:
         drop = mass_before >= self.top_p[:, None, None]
         drop[..., 0] = False
         kept = logp.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -torch.inf)
-        return kept - kept.logsumexp(dim=-1, keepdim=True)
+        kept = kept - kept.logsumexp(dim=-1, keepdim=True)
+        return torch.where(self.top_p[:, None, None] < 1, kept, logp)  # a row without top_p owes nothing to its batch

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import attention, embedded
@@ -53,7 +54,7 @@ class Target:
         self.text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = self.text_config.num_hidden_layers
         self.hidden_size: int = self.text_config.hidden_size
-        self.head: nn.Module = model.get_output_embeddings()
+        self.head: nn.Linear = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.head.weight.shape[0]
         self.max_length: int = self.text_config.max_position_embeddings
@@ -136,9 +137,16 @@ class Target:
             "tied": bool(self.head.weight.data_ptr() == self.embedding.weight.data_ptr()),
         }
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included."""
-        logits = self.head(hidden)
+    def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included.
+
+        vocabulary: (W,) int64; only these tokens' logits are computed, (..., W).
+        """
+        if vocabulary is None:
+            logits = self.head(hidden)
+        else:
+            bias = self.head.bias
+            logits = F.linear(hidden, self.head.weight[vocabulary], None if bias is None else bias[vocabulary])
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._softcap is not None:
@@ -177,21 +185,25 @@ class Target:
         *,
         longest: int,
         first_row: int = 0,
+        skip: int = 0,
         taps: tuple[int, ...] = (),
     ) -> Reading:
         """Read the trees of B consecutive rows, from `first_row`, in one forward.
 
         lengths: (B,) int64, tokens each row has read; `longest` is their maximum, known to the host. Nodes are written
-        to slots length..length+N-1; the caller commits the accepted ones (`KVCache.commit`).
+        to slots length..length+N-1; the caller commits the accepted ones (`KVCache.commit`). The first `skip` nodes are
+        left out: an earlier call with the same lengths has read them.
         """
         batch, count = tree.tokens.shape
         span = longest + count
         cache.reserve(span)
         rows = torch.arange(first_row, first_row + batch, device=lengths.device)
-        slots = (rows * cache.capacity + lengths)[:, None] + torch.arange(count, device=lengths.device)
+        slots = (rows * cache.capacity + lengths)[:, None] + torch.arange(skip, count, device=lengths.device)
         cache.write_at(slots.flatten(), read=(first_row, batch, span))
-        plan = Decode(lengths, tree.depths, tree.ancestors, span=span)
-        return self._forward(tree.tokens, lengths[:, None] + tree.depths, plan, cache=cache, taps=taps)
+        plan = Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
+        # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
+        positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
+        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]

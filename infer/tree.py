@@ -32,7 +32,8 @@ class TokenTree:
 
     tokens: (B, N) int64, column 0 the anchors.
     parents: (B, N) int64, -1 at the root, parents before children.
-    valid: (B, N) bool; an invalid node is padding and can never be accepted (no token id marks padding).
+    valid: (B, N) bool; an invalid node can never be accepted: it is padding (no token id marks padding), or it is read
+        only for what the target makes of it (`Observation.logits`).
     probs: (B, N, V) float32 or None; for stochastic drafts `probs[b, j]` is the very row that node j's token was drawn
         from (for children drawn without replacement, the row before its earlier siblings were removed).
     """

@@ -18,6 +18,19 @@ NEW_TOKENS = 40
 
 SMALL: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 3, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
+    "eagle3": {"num_steps": 3, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1))},
+    "dflash": {
+        "block_size": 4,
+        "sample_from_anchor": True,
+        "num_layers": 2,
+        "mask_token_id": 0,
+        "num_anchors": 24,
+        "markov_head_type": "vanilla",
+        "markov_rank": 16,
+        "enable_confidence_head": True,
+        "best_first": {"nodes": 8, "width": 3},
+    },
+    "draft_model": {"keep_layers": (0, 3), "num_steps": 3, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
 }
 """A small config of each method; every method of the dict must have one (see test_every_method_has_laws)."""
 

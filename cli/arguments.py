@@ -1,0 +1,86 @@
+"""Options that several verbs share, each with one meaning, and what their values stand for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..heads import TrainedDrafter
+    from ..infer.drafter import Drafter
+    from ..infer.target import Target
+
+TargetName = Annotated[
+    str,
+    typer.Option("--target", help="smollm2-135m (embedded), a model folder, or a Hugging Face id.", metavar="NAME"),
+]
+DrafterName = Annotated[
+    str,
+    typer.Option(
+        "--drafter",
+        help="Folder of a trained drafter; prompt-lookup, lookahead or draft:MODEL (no training); none for plain decoding.",
+        metavar="DIR|none|...",
+    ),
+]
+Tree = Annotated[
+    str,
+    typer.Option(
+        help="fit: the tree that is fastest on this machine, measured at start; chain: the drafter's first choices only; "
+        "saved: the tree in the drafter's config.json.",
+        metavar="fit|chain|saved",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="float32 (text identical to plain decoding, to the token), bfloat16 (faster), float16."
+    ),
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of tokens of this probability; 1 is off.")]
+Seed = Annotated[int, typer.Option("--seed", help="One seed, one text, with any drafter or none.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Limit of each answer.")]
+Rows = Annotated[int, typer.Option("--rows", help="Answers decoded at the same time.", min=1)]
+
+
+def open_drafter(name: str, target: Target, *, tree: str, rows: int) -> Drafter:
+    """The drafter called `name` (see `infer.drafters`). Raises ValueError if there is none or it does not fit.
+
+    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` optimises for.
+    """
+    if tree not in ("fit", "chain", "saved"):
+        raise ValueError(f"--tree must be fit, chain or saved, got {tree!r}.")
+    from ..infer.drafters import make_drafter
+
+    def load_trained(folder: Path, target: Target) -> Drafter:
+        from ..heads import load_drafter
+
+        drafter = load_drafter(folder, target)
+        if tree == "chain":
+            drafter.use_chain()
+        elif tree == "fit":
+            _fit(drafter, target, rows=rows)
+        return drafter
+
+    return make_drafter(name, target, load_trained)
+
+
+def _fit(drafter: TrainedDrafter, target: Target, *, rows: int) -> None:
+    """Choose the tree for this machine and say what was chosen, on stderr."""
+    from ..heads.fit import fit_tree
+
+    fit = fit_tree(drafter, target, rows=rows)
+    if fit is None:
+        chosen = "the drafter carries no measured accuracies; drafting the tree it was saved with"
+    elif not fit.topology.paths:
+        chosen = "drafting does not pay on this machine; decoding plainly"
+    else:
+        chosen = (
+            f"{len(fit.topology.paths)} nodes, depth {fit.topology.depth}, expected tau {fit.expected_tau:.2f} "
+            "(from held-out accuracies and this machine's verification times)"
+        )
+    print(f"tree: {chosen}", file=sys.stderr)

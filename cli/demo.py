@@ -1,0 +1,156 @@
+"""`draftsmith demo`: from prompts to a faster answer with the embedded target, in one go."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .arguments import TargetName
+from .report import reported
+
+if TYPE_CHECKING:
+    from ..infer.evaluate import EvalPrompt
+    from ..infer.target import Target
+
+ANSWER_TOKENS = 192
+"""Limit of each answer that the heads learn from."""
+EVALUATED, EVALUATED_TOKENS = 40, 128
+"""Held-out prompts decoded with and without the drafter, and the limit of each answer."""
+EXACT = 10
+"""Of those, prompts decoded again in float32, where the text must be identical."""
+QUESTION = "Explain in a few sentences why leaves change their colour in autumn."
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the demo keeps what."""
+
+    out: Path
+
+    @property
+    def responses(self) -> Path:
+        return self.out / "responses.jsonl"
+
+    @property
+    def run(self) -> Path:
+        return self.out / "train"
+
+    @property
+    def drafter(self) -> Path:
+        return self.run / "drafter"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.out / "evaluation.json"
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Folder for everything the demo makes.")] = Path("runs/demo"),
+    target: TargetName = "smollm2-135m",
+    recipe: Annotated[Path, typer.Option(help="Training recipe.")] = Path("configs/recipes/medusa_smollm2_demo.yaml"),
+) -> None:
+    """Train heads for the embedded target, then answer faster with them.
+
+    Prompts, responses, training, evaluation and one streamed answer; about ten
+    minutes on two cores. Run it again and finished steps are not repeated.
+
+    Example: draftsmith demo --out runs/demo
+    """
+    with reported(f"what is done is in {out}; the same command goes on from there."):
+        from ..infer.target import Target
+        from ..train.recipe import load_recipe
+
+        places = Places(out)
+        settings = [f"target={target}", f"data.responses={places.responses}", f"out={places.run}"]
+        load_recipe(recipe, settings)  # a fault in it shows before the long part
+        _say(1, f"{target} answers the shipped prompts")
+        model = Target.load(target, dtype="bfloat16")
+        _respond(model, places)
+        _say(2, f"heads learn from the answers ({recipe})")
+        _train(recipe, settings, places)
+        _say(3, "held-out prompts with and without the heads")
+        document = _evaluate(model, places)
+        _say(4, "one answer, streamed; green tokens were drafted and accepted")
+        _answer(model, places)
+        _close(places, document)
+
+
+def _say(step: int, what: str) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).rule(f"[bold]{step}/4[/] {what}", align="left")
+    sys.stdout.flush()
+
+
+def _respond(target: Target, places: Places) -> None:
+    from ..distill.prompts import load_conversations
+    from ..distill.respond import respond
+    from ..infer.sampling import SamplingParams
+
+    report = respond(
+        target, load_conversations(None), places.responses, sampling=SamplingParams(), max_new_tokens=ANSWER_TOKENS
+    )
+    print(f"{report.answered} answers, {report.resumed} from before, {report.tokens_per_s:.0f} tokens/s")
+
+
+def _train(recipe: Path, settings: list[str], places: Places) -> None:
+    from ..train import run
+
+    if places.drafter.is_dir():
+        print(f"{places.drafter} is there already; remove {places.run} to train again")
+        return
+    result = run(recipe, settings, resume=(places.run / "checkpoints").is_dir())
+    if not result.is_finished:
+        raise KeyboardInterrupt
+
+
+def _evaluate(target: Target, places: Places) -> dict[str, Any]:
+    """Speed in bfloat16, identity in float32; both are in the document that is written."""
+    from rich.console import Console
+
+    from ..infer.target import Target
+    from .evaluate import compare, eval_prompts, table, write_json
+
+    prompts = eval_prompts(target, None, split="held-out", limit=EVALUATED)
+    document = compare(target, str(places.drafter), prompts, max_new_tokens=EVALUATED_TOKENS)
+    Console().print(table(document))
+    exact = compare(
+        Target.load(target.name), str(places.drafter), _spread(prompts, EXACT), max_new_tokens=EVALUATED_TOKENS
+    )
+    totals = exact["totals"]
+    print(f"in float32, {totals['identical']}/{totals['prompts']} texts are identical to plain decoding's")
+    document["float32"] = {"totals": totals, "settings": exact["settings"]}
+    write_json(document, places.evaluation)
+    return document
+
+
+def _spread(prompts: list[EvalPrompt], count: int) -> list[EvalPrompt]:
+    return [prompts[index * len(prompts) // count] for index in range(min(count, len(prompts)))]
+
+
+def _answer(target: Target, places: Places) -> None:
+    from ..infer.decode import Engine
+    from ..infer.request import Request
+    from .arguments import open_drafter
+    from .generate import counts, prompt_ids, stream
+
+    engine = Engine(target, drafter=open_drafter(str(places.drafter), target, tree="fit", rows=1), rows=1)
+    output = stream(engine, Request("demo", prompt_ids(target, QUESTION), EVALUATED_TOKENS))
+    print(counts(output, engine.clock.total()))
+
+
+def _close(places: Places, document: dict[str, Any]) -> None:
+    totals = document["totals"]
+    print(
+        f"\ntau {totals['tau']:.2f}, {totals['tokens_per_s']:.1f} tokens/s against {totals['tokens_per_s_plain']:.1f} plain: "
+        f"{totals['speedup']:.2f}x\n\n"
+        f"drafter     {places.drafter}\nevaluation  {places.evaluation}\nanswers     {places.responses}\n"
+        f"training    {places.run}\n\ntry next:\n"
+        f'  draftsmith generate "Why is the sky blue?" --drafter {places.drafter} --dtype bfloat16\n'
+        f"  draftsmith preview {places.responses}\n"
+        f"  draftsmith evaluate --drafter {places.drafter} --temperature 0.8 --limit 20"
+    )

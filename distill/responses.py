@@ -1,0 +1,165 @@
+"""Response files: one JSON line per answered conversation, beside a manifest of what made the answers.
+
+Lines are appended and synced one by one, so a kill loses at most the line being written: a torn last line is
+recognised by its missing line end and dropped. The manifest is written first; a file is continued only under an equal
+manifest. Readers and the writer (`respond.py`) share the two models below, so neither can drift.
+
+    responses.jsonl            {"id": ..., "messages": [...], "truncated": false, "sequences": [...]} per line
+    responses.manifest.json    target fingerprint, template hash, sampling, max_new_tokens
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class TokenSequence(BaseModel):
+    """Ids that the target read and wrote, in order. More than one per conversation only where a later prompt does not
+    begin with the earlier text (see `template.Transcript`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token_ids: list[int]
+    supervised: list[tuple[int, int]]
+    """Spans [start, end) of token_ids that the target wrote, EOS included."""
+
+
+class Response(BaseModel):
+    """One line of a response file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    category: str
+    split: Literal["train", "held-out"]
+    messages: list[dict[str, Any]]
+    """The conversation with the target's answers in place of any it came with."""
+    tools: list[dict[str, Any]] = []
+    truncated: bool
+    """Whether an answer was cut by the token limit, or the conversation by the target's context."""
+    sequences: list[TokenSequence]
+
+
+class Manifest(BaseModel):
+    """What made the answers; a response file is continued only under an equal one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["draftsmith responses 1"] = "draftsmith responses 1"
+    """Name and version of the file format."""
+    target: dict[str, Any]
+    """`Target.fingerprint()`; its name is informative and not compared."""
+    dtype: str
+    """Precision the target ran in."""
+    template_hash: str
+    """Chat template the prompts were written with."""
+    sampling: dict[str, int | float]
+    """Temperature, top_k, top_p and seed; each conversation's own seed follows from the seed and its id."""
+    max_new_tokens: int
+    """Limit of each answer."""
+
+    @classmethod
+    def read(cls, responses: Path) -> Manifest:
+        """The manifest beside `responses`; raises ValueError if it is missing or damaged."""
+        path = manifest_path(responses)
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            raise ValueError(
+                f"{path} is missing or damaged ({error}); {responses} cannot be continued without it."
+            ) from error
+
+    def write(self, responses: Path) -> None:
+        path = manifest_path(responses)
+        scratch = path.with_name(path.name + ".tmp")
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(self.model_dump_json(indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+
+    def differences(self, other: Manifest) -> list[str]:
+        """`field: ours, theirs` for every field in which two manifests differ, target name aside."""
+        ours, theirs = _flat(self), _flat(other)
+        return [
+            f"{key}: {ours.get(key)!r} here, {theirs.get(key)!r} there"
+            for key in ours | theirs
+            if ours.get(key) != theirs.get(key)
+        ]
+
+
+def manifest_path(responses: Path) -> Path:
+    return responses.with_suffix(".manifest.json")
+
+
+def read_responses(path: Path, *, split: str | None = None) -> list[Response]:
+    """All finished lines; a torn last line is left out, with a note. Raises ValueError naming a damaged line."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        print(f"responses: {path}: the last line is unfinished and left out", file=sys.stderr)
+    found, seen = [], set()
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            response = Response.model_validate_json(line)
+        except ValidationError as error:
+            raise ValueError(
+                f"{path}:{number}: not a response ({error.errors()[0]['msg']}). Remove the line or restore the file."
+            ) from error
+        if response.id in seen:
+            raise ValueError(f"{path}:{number}: id {response.id!r} occurs twice. Remove one of the lines.")
+        seen.add(response.id)
+        if split in (None, response.split):
+            found.append(response)
+    return found
+
+
+@contextmanager
+def open_to_append(path: Path, manifest: Manifest) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """The file open for appending by this process alone, and the ids it already holds.
+
+    Writes the manifest if the file is new; drops a torn last line. Raises ValueError if the file was made under another
+    manifest (saying what differs), has none, or is being written by another process.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_size:
+        if differ := manifest.differences(Manifest.read(path)):
+            raise ValueError(
+                f"{path} holds answers made under other settings: {'; '.join(differ)}. Name another file, or use those."
+            )
+    else:
+        manifest.write(path)
+    with path.open("ab+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{path} is being written by another process. Wait for it or name another file."
+            ) from error
+        done = {response.id for response in read_responses(path)}
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        yield file, done
+
+
+def append(file: BinaryIO, response: Response) -> None:
+    """Add one line, on disk when this returns."""
+    file.write(response.model_dump_json().encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flat(manifest: Manifest) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(manifest.model_dump_json())
+    target, sampling = fields.pop("target"), fields.pop("sampling")
+    fields |= {f"target {key}": value for key, value in target.items() if key != "name"}
+    return fields | {f"sampling {key}": value for key, value in sampling.items()}

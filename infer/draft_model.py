@@ -1,0 +1,244 @@
+"""A small language model as the drafter: it reads the same text and proposes what it would write, as a chain.
+
+Leviathan et al. 2023 and Chen et al. 2023 ("speculative decoding", "speculative sampling"). Any causal LM with the
+target's vocabulary will do; its logits are cut or padded to the target's where one of the two is padded.
+
+- Coupled (the default): greedy rows propose the model's argmax. Sampled rows propose argmax(log q + G), q being the
+  model's own row after the request's temperature, top-k and top-p, and G the very noise with which the target will
+  choose the token of that position. Exact under sample-match, and with one seed the text is the same with any draft
+  model or none. Where q = p the proposal is always right.
+- Drawn (`is_drawn`): tokens are sampled from q with noise of their own, and q is kept for the rejection verifiers.
+
+A chain may end early: after the token at which the product of the proposals' confidences falls below `min_confidence`,
+never before it, so nothing is dropped because of what it is (see propose.py). The confidence of a coupled proposal is
+its share of softmax(log q + G), which for greedy rows is q itself; that of a drawn one is its q.
+
+The model has a KV cache of its own. After each round the tokens that were both drafted and accepted stay read; the rest
+of the accepted ones is read together with the next anchor.
+
+Letters: B rows, M nodes of one depth, N nodes, K draft length, A tokens just read, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .cache import KVCache
+from .drafter import Observation
+from .propose import draw_next
+from .sampling import Sampling
+from .target import Target
+from .tree import TokenTree
+
+PREFILL_TOKENS = 512
+"""Prompt tokens read in one forward."""
+
+
+@dataclass
+class DraftState:
+    """What the draft model knows of each row. Slot s of a row stands for absolute position s."""
+
+    cache: KVCache
+    text: Tensor
+    """(rows, capacity) int64: the text, and after it what was drafted last."""
+    read: Tensor
+    """(rows,) int64: leading tokens of `text` whose keys and values are in the cache."""
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens per row."""
+        self.cache.reserve(length)
+        self.text = pad(self.text, (0, self.cache.capacity - self.text.shape[1]))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The draft model has read everything up to the anchors and can begin to propose."""
+
+    lengths: Tensor
+    """(B,) int64: positions of the anchors."""
+    longest: int
+    """Their maximum."""
+    alive: Tensor
+    """(B,) bool: rows in which a draft still fits the model's context."""
+    logits: Tensor
+    """(B, V): the model's, after the anchors."""
+
+
+class DraftReader:
+    """What all draft-model drafters share: reading the text, one round behind the target.
+
+    model: the draft model, wrapped like a target. target: what it drafts for. depth: tokens drafted beyond the anchor.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, target: Target, *, depth: int) -> None:
+        check_vocabulary(model, target)
+        if not 1 <= depth < model.max_length - 1:
+            raise ValueError(
+                f"a draft must be at least 1 token deep and fit the context of {model.name}, {model.max_length} tokens; got {depth}."
+            )
+        self.model, self.depth, self.vocab_size = model, depth, target.vocab_size
+        self._limit = model.max_length - 1 - depth  # the last anchor position after which a whole draft fits
+        self._stops = torch.tensor(target.eos_ids, dtype=torch.int64, device=model.device)
+
+    def start(self, *, rows: int, capacity: int) -> DraftState:
+        text = torch.zeros(rows, capacity, dtype=torch.int64, device=self.model.device)
+        return DraftState(KVCache(rows=rows, capacity=capacity), text, torch.zeros_like(text[:, 0]))
+
+    def move(self, state: DraftState, source: int, target: int) -> None:
+        state.cache.move(source, target, length=int(state.read[source]))
+        state.text[target], state.read[target] = state.text[source], state.read[source]
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        """Note the text. Tokens that equal what was drafted stay read; a prompt is read here."""
+        width = seen.tokens.shape[1]
+        state.reserve(int(seen.start.max()) + width)
+        text, read = state.text[seen.rows], state.read[seen.rows]
+        columns = torch.arange(width, device=text.device)
+        slots, real = seen.start[:, None] + columns, columns < seen.count[:, None]
+        before = text.gather(1, slots)
+        agreed = ((before == seen.tokens) & real).cumprod(dim=1).sum(dim=1)
+        text.scatter_(1, slots, torch.where(real, seen.tokens, before))
+        if seen.is_prompt:
+            counts = seen.count.clamp(max=self._limit)
+            read.copy_(counts)
+            for row, count in enumerate(counts.tolist(), start=seen.rows.start):
+                self._read_prompt(state, row, count)
+        else:
+            read.copy_(torch.minimum(read, seen.start + agreed))
+
+    def _read_prompt(self, state: DraftState, row: int, count: int) -> None:
+        for start in range(0, count, PREFILL_TOKENS):
+            tokens = self._known(state.text[row : row + 1, start : min(start + PREFILL_TOKENS, count)])
+            read = torch.tensor([start], device=tokens.device)
+            tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
+            self.model.verify(tree, read, state.cache, longest=start, first_row=row)
+
+    def _open(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Opening | None:
+        """Read each row's tokens that are still unread, the anchor last; None if no row has room for a draft.
+
+        Rows beyond the model's context are kept at its end, where nothing reads what they do.
+        """
+        rows = torch.arange(len(anchors), device=anchors.device)
+        at, read = lengths.clamp(max=self._limit), state.read[: len(anchors)].clamp(max=self._limit)
+        edges = torch.stack([lengths.min(), at.max(), read.max(), (at - read).max()])
+        shortest, longest, read_by_any, unread = edges.tolist()
+        if shortest > self._limit:
+            return None
+        state.reserve(longest + 1 + self.depth)
+        state.text[rows, at] = anchors
+        slots = (read[:, None] + torch.arange(unread + 1, device=rows.device)).minimum(at[:, None])
+        tokens = self._known(state.text[rows[:, None], slots])
+        tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
+        hidden = self.model.verify(tree, read, state.cache, longest=read_by_any).hidden
+        state.read[: len(anchors)] = at + 1
+        return Opening(at, longest, lengths <= self._limit, self._logits(hidden[rows, at - read]))
+
+    def _read_level(self, state: DraftState, tree: TokenTree, opening: Opening, count: int) -> Tensor:
+        """(B, M, V): logits at the last `count` nodes of a growing tree whose other nodes were read before."""
+        known = TokenTree(self._known(tree.tokens), tree.parents, tree.valid)
+        skip = tree.num_nodes - count
+        reading = self.model.verify(known, opening.lengths, state.cache, longest=opening.longest, skip=skip)
+        return self._logits(reading.hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., V): what only one of the two vocabularies has cannot be proposed."""
+        logits = self.model.logits(hidden)[..., : self.vocab_size]
+        missing = self.vocab_size - logits.shape[-1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens that the model has an embedding for; its last stands for padding ids of the target."""
+        return tokens.clamp(max=self.model.vocab_size - 1)
+
+    def _scores(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+        """log softmax of what the coupled choice maximises: (B, M, V) float32 for tokens at positions (B,).
+
+        That is log q for greedy rows and log q + G, with the target's own noise, for sampled ones.
+        """
+        if sampling.is_greedy:
+            return logits.float().log_softmax(dim=-1)
+        noise = sampling.gumbel(positions[:, None].expand(logits.shape[:2]), logits.shape[-1])
+        greedy = (sampling.temperature == 0)[:, None, None]
+        return torch.where(greedy, logits.float(), sampling.log_probs(logits) + noise).log_softmax(dim=-1)
+
+    def _ends(self, tokens: Tensor) -> Tensor:
+        """Which tokens end an answer: nothing is drafted after them."""
+        return torch.isin(tokens, self._stops)
+
+
+class DraftModel(DraftReader):
+    """Drafts a chain of up to `length` tokens with a language model.
+
+    min_confidence: see the module docstring; 0 always drafts the whole length, and then no step waits for the device.
+    is_drawn: sample the tokens and keep their rows, for a rejection verifier; else they are coupled to the target.
+    Raises ValueError if the two models do not share a vocabulary.
+    """
+
+    def __init__(
+        self, model: Target, target: Target, *, length: int = 5, min_confidence: float = 0.3, is_drawn: bool = False
+    ) -> None:
+        super().__init__(model, target, depth=length)
+        if not 0 <= min_confidence < 1:
+            raise ValueError(f"min_confidence must lie in [0, 1), where 0 never stops early, got {min_confidence}.")
+        self.min_confidence, self.is_drawn = min_confidence, is_drawn
+
+    def draft(self, state: DraftState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        opening = self._open(state, anchors, lengths)
+        if opening is None:
+            return TokenTree.root(anchors)
+        at, alive, logits = opening.lengths, opening.alive, opening.logits
+        confidence = torch.ones_like(logits[:, 0], dtype=torch.float32)
+        tokens, valid, rows_drawn_from = list[Tensor](), list[Tensor](), list[Tensor]()
+        for step in range(self.depth):
+            scores = self._rows(logits, at + 1 + step, sampling)
+            token = (
+                draw_next(scores, step, lengths=at, seeds=sampling.seeds) if self.is_drawn else scores.argmax(dim=-1)
+            )
+            tokens.append(token)
+            valid.append(alive)
+            rows_drawn_from.append(scores)
+            confidence = confidence * scores.gather(1, token[:, None])[:, 0].exp()
+            alive = alive & (confidence >= self.min_confidence) & ~self._ends(token)
+            if step + 1 == self.depth or (self.min_confidence > 0 and not bool(alive.any())):
+                break
+            state.read[: len(at)] += 1
+            tree, slot = TokenTree.root(self._known(token)), at + 1 + step
+            hidden = self.model.verify(tree, slot, state.cache, longest=opening.longest + 1 + step).hidden
+            logits = self._logits(hidden[:, 0])
+        draft = torch.stack(tokens, dim=1)
+        state.text[: len(at)].scatter_(1, at[:, None] + 1 + torch.arange(len(tokens), device=at.device), draft)
+        probs = torch.stack(rows_drawn_from, dim=1).exp() if self.is_drawn else None
+        return TokenTree.chain(anchors, draft, valid=torch.stack(valid, dim=1), probs=probs)
+
+    def _rows(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+        """(B, V) log-probabilities of the next proposal."""
+        if self.is_drawn:
+            return sampling.log_probs(logits[:, None])[:, 0]
+        return self._scores(logits[:, None], positions, sampling)[:, 0]
+
+
+def check_vocabulary(model: Target, target: Target) -> None:
+    """Raise ValueError unless every token id that both tokenizers know is the same token. Sizes may differ (padding)."""
+    ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    here, there = ({token: text for text, token in vocabulary.items()} for vocabulary in (theirs, ours))
+    shared = here.keys() & there.keys()
+    differing = sorted(token for token in shared if here[token] != there[token])
+    if differing or not shared:
+        example = (
+            f"id {differing[0]} is {there[differing[0]]!r} there and {here[differing[0]]!r} here"
+            if differing
+            else "none"
+        )
+        raise ValueError(
+            f"draft model {model.name!r} cannot draft for target {target.name!r}: their tokenizers differ in {len(differing)} of "
+            f"{len(shared)} shared ids ({example}), so its token ids would mean other text. Use a draft model of the "
+            "target's own family, or train one on the target's tokenizer."
+        )

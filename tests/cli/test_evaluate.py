@@ -1,0 +1,92 @@
+"""`draftsmith evaluate` and `bench`: the table and the document a user gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftsmith.infer.target import Target
+
+from .conftest import Cli
+
+INTEGERS = ("prompts", "identical", "rounds", "drafted", "accepted", "emitted")
+FIGURES = ("tau", "tokens_per_s_plain", "tokens_per_s", "speedup", "ms_draft", "ms_verify", "ms_host")
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    rows = [
+        {"question_id": n, "category": "ab"[n % 2], "turns": [f"count to {n}", "and a second turn that is not asked"]}
+        for n in range(6)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_the_document_holds_totals_and_categories_and_texts_are_identical(
+    cli: Cli, tiny_target_dir: Path, drafter_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "deep" / "evaluation.json"
+    settings = ("--target", tiny_target_dir, "--drafter", drafter_dir, "--prompts", questions, "--dtype", "float32")
+    ran = cli("evaluate", *settings, "--max-new-tokens", 12, "--json", out)
+    assert ran.exit_code == 0, ran.stderr
+    document = json.loads(out.read_text())
+    assert set(document["categories"]) == {"a", "b"}
+    for part in (document["totals"], *document["categories"].values()):
+        assert all(isinstance(part[name], int) for name in INTEGERS)
+        assert all(isinstance(part[name], float) for name in FIGURES)
+        assert part["identical"] == part["prompts"]
+    assert document["totals"]["prompts"] == 6
+    assert document["settings"]["drafter"] == str(drafter_dir)
+    assert document["settings"]["prompts"] == str(questions)
+    assert {"definitions", "versions", "machine"} <= set(document)
+    assert "6/6" in ran.stdout
+    assert f"{document['totals']['tau']:.2f}" in ran.stdout
+    assert not list(out.parent.glob(".*")), "a temporary file was left behind"
+
+
+def test_a_limit_spreads_over_the_file(
+    cli: Cli, tiny_target_dir: Path, drafter_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "evaluation.json"
+    settings = ("--target", tiny_target_dir, "--drafter", drafter_dir, "--prompts", questions, "--limit", 3)
+    assert cli("evaluate", *settings, "--max-new-tokens", 4, "--json", out).exit_code == 0
+    assert [answer["id"] for answer in json.loads(out.read_text())["answers"]] == ["0", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--drafter", "none"), "--drafter must name one"),
+        (("--drafter", "none", "--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    cli: Cli, tiny_target_dir: Path, questions: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    given = arguments if "--prompts" in arguments else (*arguments, "--prompts", questions)
+    ran = cli("evaluate", "--target", tiny_target_dir, *given)
+    assert ran.exit_code == 2
+    assert named in ran.stderr
+    assert "Traceback" not in ran.output
+
+
+def test_bench_answers_the_same_prompts_on_both_sides(
+    cli: Cli, build_target: Callable[..., Target], tmp_path: Path
+) -> None:
+    """In float32 both sides are greedy on one model, so they write equally many tokens."""
+    roomy = build_target(max_position_embeddings=8192)
+    roomy.model.save_pretrained(tmp_path)
+    roomy.tokenizer.save_pretrained(tmp_path)
+    settings = ("--singles", 2, "--prompts", 5, "--rows", 3, "--max-new-tokens", 6, "--dtype", "float32")
+    ran = cli("bench", "--target", tmp_path, *settings)
+    assert ran.exit_code == 0, ran.stderr
+    lines = [line.split() for line in ran.stdout.splitlines() if "prompts," in line]
+    assert len(lines) == 2
+    for line in lines:
+        numbers = [word for word in line if word.isdigit()]
+        assert numbers[-2] == numbers[-1], f"our tokens and stock tokens differ: {line}"

@@ -1,0 +1,260 @@
+"""Answers are the target's own to the token, each conversation once, whatever interrupts the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftsmith.distill.prompts import Conversation
+from draftsmith.distill.respond import RespondReport, conversation_seed, questions, respond
+from draftsmith.distill.responses import Response, read_responses
+from draftsmith.distill.template import ChatTemplate
+from draftsmith.distill.tokens import load_samples
+from draftsmith.infer.decode import Engine
+from draftsmith.infer.request import Request
+from draftsmith.infer.sampling import SamplingParams
+from draftsmith.infer.target import Target
+
+GREEDY = SamplingParams()
+WARM = SamplingParams(temperature=0.9, top_k=20, seed=5)
+
+
+def talk(id: str, *turns: str, split: str = "train") -> Conversation:
+    messages = tuple({"role": "user", "content": turn} for turn in turns)
+    return Conversation(id, "writing", messages, "held-out" if split == "held-out" else "train")
+
+
+TALKS = [talk(f"t{i:02d}", *[f"say {'the cat ' * (i % 5)}{i}.{turn}" for turn in range(1 + i % 3)]) for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def ending_target(build_target: Callable[..., Target]) -> Target:
+    """A target some of whose answers end before the limit: a tenth of its vocabulary are EOS ids."""
+    return build_target(eos_token_id=[2, *range(200, 230)])
+
+
+def run(target: Target, talks: list[Conversation], out: Path, sampling: SamplingParams = GREEDY) -> RespondReport:
+    return respond(target, talks, out, sampling=sampling, max_new_tokens=12, rows=4, progress=False)
+
+
+def by_id(path: Path) -> dict[str, Response]:
+    return {response.id: response for response in read_responses(path)}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_every_answer_is_what_the_target_decodes_alone_from_the_rendered_history(
+    tmp_path: Path, ending_target: Target, sampling: SamplingParams
+) -> None:
+    report = run(ending_target, TALKS, tmp_path / "r.jsonl", sampling)
+    assert report.answered == len(TALKS)
+    template = ChatTemplate(ending_target.tokenizer, ending_target.eos_ids)
+    tokens = 0
+    for response in read_responses(tmp_path / "r.jsonl"):
+        spans = [(part.token_ids, span) for part in response.sequences for span in part.supervised]
+        turns = [index for index, message in enumerate(response.messages) if message["role"] == "assistant"]
+        assert len(spans) == len(turns) == len(response.messages) / 2
+        for (ids, (start, end)), turn in zip(spans, turns):
+            prompt = template.prompt(response.messages[:turn])
+            assert ids[:start] == prompt
+            params = SamplingParams(0.9, 20, 1.0, conversation_seed(5, response.id)) if sampling == WARM else GREEDY
+            engine = Engine(ending_target, rows=1)
+            engine.add(Request("alone", prompt, 12, params))
+            (alone,) = engine.run()
+            assert ids[start:end] == alone.tokens
+            assert response.messages[turn]["content"] == ending_target.tokenizer.decode(
+                alone.tokens, skip_special_tokens=True
+            )
+            tokens += end - start
+    assert tokens == report.tokens
+
+
+def test_training_reads_the_ids_that_decoding_wrote(tmp_path: Path, tiny_target: Target) -> None:
+    run(tiny_target, TALKS, tmp_path / "r.jsonl", WARM)
+    samples = load_samples(tmp_path / "r.jsonl", tiny_target, max_length=512)
+    written = [
+        part.token_ids for _, response in sorted(by_id(tmp_path / "r.jsonl").items()) for part in response.sequences
+    ]
+    assert [sample.tokens for sample in samples] == written
+
+
+def test_answers_that_came_with_the_data_are_replaced(tmp_path: Path, tiny_target: Target) -> None:
+    came_with = Conversation(
+        "a",
+        "general",
+        (
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "somebody else's answer"},
+            {"role": "user", "content": "two"},
+        ),
+        "train",
+    )
+    run(tiny_target, [came_with], tmp_path / "r.jsonl")
+    (response,) = read_responses(tmp_path / "r.jsonl")
+    assert [message["role"] for message in response.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert "somebody else" not in response.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("roles", "groups"),
+    [
+        ("u", ["u"]),
+        ("uuu", ["u", "u", "u"]),
+        ("suau", ["su", "u"]),
+        ("uatau", ["u", "t", "u"]),
+        ("utta", ["utt"]),
+        ("uaau", ["u", "u"]),
+        ("usu", ["u", "su"]),
+        ("", []),
+    ],
+)
+def test_questions_are_what_each_answer_reads_first(roles: str, groups: list[str]) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    asked = questions([{"role": names[role], "content": "x"} for role in roles])
+    assert ["".join(message["role"][0] for message in group) for group in asked] == groups
+
+
+def test_cut_answers_are_marked(tmp_path: Path, ending_target: Target) -> None:
+    report = run(ending_target, TALKS, tmp_path / "r.jsonl", WARM)
+    responses = read_responses(tmp_path / "r.jsonl")
+    for response in responses:
+        ends = [part.token_ids[end - 1] for part in response.sequences for _, end in part.supervised]
+        assert response.truncated == any(token not in ending_target.eos_ids for token in ends)
+    assert report.truncated == sum(response.truncated for response in responses)
+    assert 0 < report.truncated < len(responses), "both kinds occur"
+
+
+def test_a_conversation_that_outgrows_the_context_keeps_its_finished_turns(tmp_path: Path, tiny_target: Target) -> None:
+    long = talk("long", "hi", "the cat " * 300, "never asked")
+    report = run(tiny_target, [long, *TALKS], tmp_path / "r.jsonl")
+    response = by_id(tmp_path / "r.jsonl")["long"]
+    assert [message["role"] for message in response.messages] == ["user", "assistant"]
+    assert response.truncated
+    assert report.answered == len(TALKS) + 1
+
+
+def test_a_prompt_longer_than_the_context_is_named(tmp_path: Path, tiny_target: Target) -> None:
+    huge = talk("huge", "the cat " * 600)
+    with pytest.raises(ValueError, match=r"the first is 'huge': its prompt of \d+ tokens leaves no room .* of 512"):
+        run(tiny_target, [*TALKS, huge], tmp_path / "r.jsonl")
+    report = respond(
+        tiny_target,
+        [*TALKS, huge],
+        tmp_path / "r.jsonl",
+        sampling=GREEDY,
+        max_new_tokens=4,
+        progress=False,
+        max_bad_share=0.1,
+    )
+    assert (report.answered, report.rejected) == (len(TALKS), 1)
+    assert json.loads((tmp_path / "r.rejects.jsonl").read_text())["id"] == "huge"
+
+
+def test_plain_text_and_repeated_ids_are_refused(tmp_path: Path, tiny_target: Target) -> None:
+    with pytest.raises(ValueError, match="plain text holds no question"):
+        run(tiny_target, [Conversation("a", "text", (), "train", text="once")], tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match="'t00' occurs 2 times"):
+        run(tiny_target, [*TALKS, TALKS[0]], tmp_path / "r.jsonl")
+
+
+def test_a_finished_run_is_resumed_to_nothing(tmp_path: Path, tiny_target: Target) -> None:
+    run(tiny_target, TALKS, tmp_path / "r.jsonl")
+    before = (tmp_path / "r.jsonl").read_bytes()
+    report = run(tiny_target, TALKS, tmp_path / "r.jsonl")
+    assert (report.answered, report.resumed) == (0, len(TALKS))
+    assert (tmp_path / "r.jsonl").read_bytes() == before
+
+
+def test_a_run_cut_at_any_place_and_resumed_equals_an_uninterrupted_one(tmp_path: Path, tiny_target: Target) -> None:
+    out = tmp_path / "r.jsonl"
+    run(tiny_target, TALKS[:9], out, WARM)
+    whole, expected = out.read_bytes(), by_id(out)
+    for length in random.Random(0).sample(range(len(whole)), 8):
+        out.write_bytes(whole[:length])
+        report = run(tiny_target, TALKS[:9], out, WARM)
+        assert report.answered + report.resumed == 9
+        assert by_id(out) == expected
+
+
+def test_resuming_under_other_settings_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    run(tiny_target, TALKS[:2], tmp_path / "r.jsonl")
+    with pytest.raises(ValueError, match=r"sampling temperature: 0\.9 here, 0\.0 there"):
+        run(tiny_target, TALKS, tmp_path / "r.jsonl", WARM)
+
+
+NURSERY = """
+import os, sys
+from pathlib import Path
+import torch
+from draftsmith.distill.prompts import load_conversations
+from draftsmith.distill.respond import respond
+from draftsmith.infer.sampling import SamplingParams
+from draftsmith.infer.target import Target
+
+torch.set_num_threads(1)  # a forked child must not wait for threads that it does not have
+target = Target.load(sys.argv[1])
+conversations = load_conversations(None, split="held-out")[:60]
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        sampling = SamplingParams(temperature=0.9, seed=3)
+        respond(target, conversations, Path(line.strip()), sampling=sampling, max_new_tokens=40, rows=8, progress=False,
+                max_bad_share=1.0)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Nursery:
+    """A process that has loaded the target once and runs `respond` in children that can be killed for real."""
+
+    def __init__(self, target: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY, str(target)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, out: Path, *, kill_after: float | None = None) -> int:
+        """Exit status of one child; minus the signal's number if it was killed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(out, file=self.process.stdin, flush=True)
+        child = int(self.process.stdout.readline())
+        if kill_after is not None:
+            time.sleep(kill_after)
+            with contextlib.suppress(ProcessLookupError):  # it was faster
+                os.kill(child, signal.SIGKILL)
+        return int(self.process.stdout.readline())
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_nothing_is_lost_or_doubled(tmp_path: Path, tiny_target_dir: Path) -> None:
+    nursery = Nursery(tiny_target_dir)
+    assert nursery.run(tmp_path / "first.jsonl") == 0
+    began = time.perf_counter()
+    assert nursery.run(tmp_path / "whole.jsonl") == 0
+    length = time.perf_counter() - began
+    whole = by_id(tmp_path / "whole.jsonl")
+    rng, statuses = random.Random(0), []
+    for number in range(20):  # five runs, each killed three times and then left to end
+        out = tmp_path / f"killed{number // 4}.jsonl"
+        statuses.append(nursery.run(out, kill_after=None if number % 4 == 3 else rng.uniform(0, length / 2)))
+        if number % 4 == 3:
+            assert statuses[-1] == 0
+            assert by_id(out) == whole
+    nursery.process.kill()
+    assert statuses.count(-signal.SIGKILL) >= 10, "most kills hit a run that was under way"

@@ -1,0 +1,325 @@
+"""EAGLE-3 beyond the laws: its equations retold row by row, its variants, its tensors as engines name them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.heads import TeacherBatch
+from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
+from draftsmith.heads.layers import Rotation
+from draftsmith.infer.drafter import Observation
+from draftsmith.infer.sampling import Sampling, SamplingParams
+from draftsmith.infer.target import Target
+
+from . import laws
+from .test_laws import walk
+
+STATIC = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+VARIANTS: dict[str, dict[str, object]] = {
+    "norm-before-residual": {"norm_before_residual": True, "tree": None},
+    "norm-before-fc": {"norm_before_fc": True, "tree": STATIC},
+    "narrow": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 10, "tree": None},
+    "two-layers": {"num_layers": 2, "tree": STATIC},
+    "one-tap": {"taps": (2,), "tree": None},
+    "reduced-vocabulary": {"draft_vocab_size": 150, "tree": STATIC},
+    "dynamic-tree": {"tree": None, "dynamic_tree": {"nodes": 9, "width": 3, "depth": 4}},
+}
+
+
+def build(target: Target, **changes: object) -> Eagle3:
+    config = Eagle3Config.model_validate({"num_steps": 3} | changes)
+    size = config.draft_vocab_size
+    # Every other id, so that half of what the tiny target writes cannot be proposed.
+    token_map = None if size is None else torch.cat([torch.tensor([1, 2]), torch.arange(3, 300, 2)])[:size]
+    torch.manual_seed(1)
+    return Eagle3(config, target, token_map=token_map)
+
+
+@pytest.fixture(scope="module")
+def text(tiny_target: Target) -> laws.Text:
+    return laws.write_text(tiny_target, 6, seed=5)
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_every_variant_is_lossless_and_its_chain_accepts_what_was_predicted(
+    variant: str, tiny_target: Target, text: laws.Text
+) -> None:
+    drafter = build(tiny_target, **VARIANTS[variant])
+    teacher = laws.teach(tiny_target, text, taps=drafter.taps)
+    laws.train(drafter, teacher, steps=25, lr=5e-3)
+    plain = laws.decode(tiny_target, None, text.prompts)
+    drafted = laws.decode(tiny_target, drafter, text.prompts, rows=3)
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+    accepted = sum(output.stats.accepted for output in drafted)
+    assert 0 < accepted < sum(output.stats.drafted for output in drafted)
+    drafter.use_chain()
+    ranks, outputs = drafter.ranks(teacher), laws.decode(tiny_target, drafter, text.prompts, rows=3)
+    for number, (prompt, answer, output) in enumerate(zip(text.prompts, text.answers, outputs)):
+        start = int((teacher.segments[number // 2] == number % 2 + 1).nonzero()[0]) + len(prompt)
+        accepted = walk(ranks[number // 2], start - 1, start + len(answer))
+        assert (output.stats.rounds, output.stats.accepted) == (len(accepted), sum(accepted))
+
+
+# The equations, row by row -----------------------------------------------------------------------------------------
+
+
+class Retold:
+    """One chain at one row as decoding would run it, written from the equations with the drafter's tensors."""
+
+    def __init__(self, drafter: Eagle3) -> None:
+        self.w, self.config, self.embedding = drafter.state_dict(), drafter.config, drafter.target.embedding
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.w[name + ".weight"]
+
+    def rotate(self, x: Tensor, position: int) -> Tensor:
+        half = x.shape[-1] // 2
+        angle = position * self.config.rope_theta ** -(torch.arange(half) / half)
+        return torch.cat(
+            [
+                x[..., :half] * angle.cos() - x[..., half:] * angle.sin(),
+                x[..., half:] * angle.cos() + x[..., :half] * angle.sin(),
+            ],
+            dim=-1,
+        )
+
+    def project(self, read: Tensor, kind: str, position: int) -> Tensor:
+        x = (self.w[f"midlayer.self_attn.{kind}_proj.weight"] @ read).view(-1, self.config.head_dim or 0)
+        return x if kind == "v" else self.rotate(x, position)
+
+    def chain(self, features: Tensor, tokens: Tensor, row: int) -> list[Tensor]:
+        """Logits of each step at `row` of one document: features (T, F), tokens (T,)."""
+        keys, values, out = [], [], []
+        for t in range(row + 1):
+            hidden = self.w["fc.weight"] @ features[t]
+            read = self.read(tokens[t + 1], hidden)
+            keys.append(self.project(read, "k", t))
+            values.append(self.project(read, "v", t))
+        for step in range(self.config.num_steps):
+            if row + 1 + step >= len(tokens):
+                break
+            read = self.read(tokens[row + 1 + step], hidden)
+            if step:
+                keys.append(self.project(read, "k", row + step))
+                values.append(self.project(read, "v", row + step))
+            hidden = self.layer(read, hidden, torch.stack(keys), torch.stack(values), row + step)
+            out.append(self.w["lm_head.weight"] @ self.norm(hidden, "norm"))
+        return out
+
+    def read(self, token: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self.norm(self.embedding(token), "midlayer.input_layernorm")
+        return torch.cat([embedded, self.norm(hidden, "midlayer.hidden_norm")])
+
+    def layer(self, read: Tensor, hidden: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+        query = self.project(read, "q", position)
+        groups = len(query) // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        weights = (torch.einsum("hd,khd->hk", query, keys) * query.shape[-1] ** -0.5).softmax(-1)
+        attended = torch.einsum("hk,khd->hd", weights, values).flatten()
+        hidden = hidden + self.w["midlayer.self_attn.o_proj.weight"] @ attended
+        x = self.norm(hidden, "midlayer.post_attention_layernorm")
+        gate, up, down = (self.w[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return hidden + down @ (F.silu(gate @ x) * (up @ x))
+
+
+def test_training_computes_what_the_equations_say(tiny_target: Target, text: laws.Text) -> None:
+    drafter = build(tiny_target)
+    teacher = laws.teach(tiny_target, text, taps=drafter.taps)
+    assert teacher.features is not None
+    retold, drafts = Retold(drafter), drafter._unroll(teacher)
+    logits = drafter.logits(drafts.states)  # (S, R, V)
+    checked = 0
+    for index in range(0, len(drafts.rows), 7):
+        row, place = divmod(int(drafts.rows[index]), teacher.tokens.shape[1])
+        document = (teacher.segments[row] == teacher.segments[row, place]).nonzero()[:, 0]
+        first, last = int(document[0]), int(document[-1]) + 1
+        expected = retold.chain(teacher.features[row, first:last], teacher.tokens[row, first:last], place - first)
+        for step, wanted in enumerate(expected):
+            if bool(drafts.counted[step, index]):
+                torch.testing.assert_close(logits[step, index], wanted, rtol=1e-3, atol=1e-3)
+                checked += 1
+    assert checked > 50
+
+
+def fully_supervised(target: Target, drafter: Eagle3, documents: list[Tensor], learn: int) -> TeacherBatch:
+    """Documents in one row without a prompt between them; only document `learn` is supervised."""
+    tokens = torch.cat(documents)[None]
+    segments = torch.cat([torch.full_like(d, i + 1) for i, d in enumerate(documents)])[None]
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    reading = target.read_packed(tokens, positions, segments, taps=drafter.taps)
+    return TeacherBatch(
+        tokens, segments, positions, segments == learn + 1, reading.hidden, reading.features, target.logits
+    )
+
+
+@pytest.mark.parametrize("learn", [0, 1])
+def test_no_step_reads_across_packed_documents(tiny_target: Target, learn: int) -> None:
+    """Every token is supervised to the document's very edge, where later steps would run into the neighbour."""
+    drafter, losses, grads = build(tiny_target), [], []
+    for other in (3, 250):
+        documents = [torch.arange(40, 52), torch.arange(90, 103)]
+        documents[1 - learn] = torch.full((9,), other)
+        sums = drafter(fully_supervised(tiny_target, drafter, documents, learn), laws.SoftCrossEntropy())
+        drafter.zero_grad()
+        sums.sums.sum().backward()
+        losses.append(sums.sums.detach())
+        grads.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_without_supervision_trains_nothing_and_breaks_nothing(tiny_target: Target) -> None:
+    drafter = build(tiny_target)
+    sums = drafter(fully_supervised(tiny_target, drafter, [torch.arange(9)], learn=5), laws.SoftCrossEntropy())
+    sums.sums.sum().backward()
+    assert sums.counts.tolist() == [0, 0, 0]
+    assert all(p.grad is None or bool((p.grad == 0).all()) for p in drafter.parameters())
+
+
+# Decoding state ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_rejected_drafts_leave_nothing_behind(tiny_target: Target, layers: int) -> None:
+    """After rounds of drafting and re-reading, the state is that of having read the text in one go."""
+    drafter = build(tiny_target, num_layers=layers, tree=STATIC)
+    tokens = torch.randint(3, 300, (2, 20))
+    segments = torch.ones_like(tokens)
+    reading = tiny_target.read_packed(tokens, torch.arange(20).expand(2, -1), segments, taps=drafter.taps)
+    assert reading.features is not None
+    once, rounds = drafter.start(rows=2, capacity=8), drafter.start(rows=2, capacity=8)
+
+    def observe(state: object, start: list[int], count: list[int]) -> None:
+        width = max(count)
+        column = torch.tensor(start)[:, None] + torch.arange(width).minimum(torch.tensor(count)[:, None] - 1)
+        take = column[:, :, None]
+        assert reading.features is not None
+        drafter.observe(
+            state,
+            Observation(
+                rows=slice(0, 2),
+                tokens=tokens.gather(1, column),
+                count=torch.tensor(count),
+                start=torch.tensor(start),
+                hidden=reading.hidden.gather(1, take.expand(-1, -1, reading.hidden.shape[2])),
+                features=reading.features.gather(1, take.expand(-1, -1, reading.features.shape[2])),
+                anchor=tokens.gather(1, torch.tensor(start)[:, None] + torch.tensor(count)[:, None])[:, 0],
+            ),
+        )
+
+    with torch.inference_mode():
+        observe(once, [0, 0], [12, 15])
+        start = [0, 0]
+        for count in ([3, 5], [4, 1], [1, 4], [4, 5]):
+            observe(rounds, start, count)
+            start = [s + c for s, c in zip(start, count)]
+            sampling = Sampling([SamplingParams()] * 2)
+            tree = drafter.draft(rounds, tokens[[0, 1], start], torch.tensor(start), sampling)
+        direct = drafter.draft(once, tokens[[0, 1], start], torch.tensor(start), sampling)
+    torch.testing.assert_close(rounds.hidden, once.hidden, rtol=1e-4, atol=1e-5)
+    assert torch.equal(tree.tokens, direct.tokens)
+
+
+# Shapes, names, files ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_named_and_shaped_as_engines_load_them(tiny_target: Target) -> None:
+    drafter = build(tiny_target, draft_vocab_size=150)
+    width, inner, heads, kv, head, vocab = 48, 96, 4, 2, 12, 300
+    assert {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()} == {
+        "fc.weight": (width, 3 * width),
+        "midlayer.input_layernorm.weight": (width,),
+        "midlayer.hidden_norm.weight": (width,),
+        "midlayer.self_attn.q_proj.weight": (heads * head, 2 * width),
+        "midlayer.self_attn.k_proj.weight": (kv * head, 2 * width),
+        "midlayer.self_attn.v_proj.weight": (kv * head, 2 * width),
+        "midlayer.self_attn.o_proj.weight": (width, heads * head),
+        "midlayer.post_attention_layernorm.weight": (width,),
+        "midlayer.mlp.gate_proj.weight": (inner, width),
+        "midlayer.mlp.up_proj.weight": (inner, width),
+        "midlayer.mlp.down_proj.weight": (width, inner),
+        "norm.weight": (width,),
+        "lm_head.weight": (150, width),
+        "d2t": (150,),
+        "t2d": (vocab,),
+    }
+
+
+def test_another_width_brings_its_own_embedding(tiny_target: Target) -> None:
+    drafter = build(tiny_target, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
+    own = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    assert own["embed_tokens.weight"] == (300, 32)
+    assert own["fc.weight"] == (32, 3 * 48)
+    assert isinstance(drafter.embed_tokens, nn.Embedding)
+    wide = build(tiny_target, hidden_size=64)
+    assert isinstance(wide.embed_tokens, nn.Embedding)
+    source = tiny_target.embedding.get_parameter("weight")
+    torch.testing.assert_close(
+        torch.cdist(wide.embed_tokens.weight[:9], wide.embed_tokens.weight[:9]),
+        torch.cdist(source[:9], source[:9]),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"), [(1, (0,)), (2, (0, 1)), (4, (0, 1, 3)), (7, (1, 2, 3)), (30, (1, 14, 26))]
+)
+def test_default_taps_are_the_papers_or_first_middle_last(
+    build_target: Callable[..., Target], layers: int, taps: tuple[int, ...]
+) -> None:
+    target = build_target(num_hidden_layers=layers)
+    drafter = Eagle3(Eagle3Config(), target)
+    assert drafter.taps == taps
+    assert drafter.config.taps == taps
+
+
+def test_the_saved_config_leaves_nothing_to_be_derived(tiny_target: Target) -> None:
+    config = build(tiny_target).config
+    free = {"draft_vocab_size", "tree", "dynamic_tree"}
+    assert {name for name, value in config.model_dump().items() if value is None} == free
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (48, 4, 2, 12)
+    assert config.resolve(tiny_target) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"taps": (3, 1)}, "ascending"),
+        ({"taps": (1, 9)}, "taps"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "multiple"),
+        ({"head_dim": 7}, "even"),
+        ({"tree": STATIC, "dynamic_tree": {}}, "exclude"),
+    ],
+)
+def test_impossible_settings_are_refused_with_the_reason(
+    tiny_target: Target, settings: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build(tiny_target, **settings)
+
+
+def test_autocast_training_stays_near_full_precision(tiny_target: Target, text: laws.Text) -> None:
+    drafter = build(tiny_target)
+    teacher = laws.teach(tiny_target, text, taps=drafter.taps)
+    full = drafter(teacher, laws.SoftCrossEntropy())
+    with torch.autocast("cpu", torch.bfloat16):
+        half = drafter(teacher, laws.SoftCrossEntropy())
+    (half.sums.sum() / half.counts.sum()).backward()
+    assert half.sums.dtype == torch.float32
+    torch.testing.assert_close(half.sums, full.sums, rtol=0.03, atol=0)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
+    assert all(bool(p.grad.isfinite().all()) for p in drafter.parameters() if p.grad is not None)
+
+
+def test_rotary_angles_survive_half_precision(tiny_target: Target) -> None:
+    drafter = copy.copy(build(tiny_target)).to(torch.bfloat16)
+    assert {name for name, _ in drafter.named_buffers()} == set()
+    turn = Rotation.at(torch.tensor([1000]), width=drafter.shape.head_width, theta=drafter.config.rope_theta)
+    assert turn.cos.dtype == torch.float32

@@ -1,0 +1,180 @@
+"""The laws of every drafter that needs no training, parametrised over all of them, and drafters by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.infer.draft_model import DraftModel
+from draftsmith.infer.drafter import Drafter, NoDraft
+from draftsmith.infer.drafters import make_drafter
+from draftsmith.infer.lookahead import Lookahead
+from draftsmith.infer.prompt_lookup import PromptLookup
+from draftsmith.infer.sampling import SamplingParams
+from draftsmith.infer.target import Target
+
+from . import architectures, drafting
+
+GREEDY = SamplingParams()
+SAMPLED = [SamplingParams(0.3), SamplingParams(0.6, top_k=3), SamplingParams(0.8, top_p=0.4)]
+
+
+@pytest.fixture(scope="module")
+def target(build_target: Callable[..., Target]) -> Target:
+    return drafting.repeating(build_target(num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def draft(target: Target, build_target: Callable[..., Target]) -> Target:
+    return drafting.perturbed(target, build_target(num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    return drafting.prompts(7, seed=3, vocab_size=target.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    return drafting.texts(drafting.decode(target, None, prompts))
+
+
+@pytest.fixture(params=drafting.NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def drafter(name: str, target: Target, draft: Target) -> Drafter:
+    return drafting.build(name, target, draft)
+
+
+def test_greedy_output_equals_plain_decoding(
+    drafter: Drafter, target: Target, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    outputs = drafting.decode(target, drafter, prompts)
+    assert drafting.texts(outputs) == plain
+    accepted = sum(output.stats.accepted for output in outputs)
+    assert accepted > 0.1 * sum(map(len, plain)), "few drafts were accepted: the law was hardly exercised"
+    assert sum(output.stats.drafted for output in outputs) > accepted, "nothing was ever rejected"
+
+
+def test_greedy_output_equals_stock_generate(drafter: Drafter, target: Target, prompts: list[list[int]]) -> None:
+    """Against transformers itself, which shares none of our loop, cache or attention."""
+    stock = copy.deepcopy(target.model)
+    stock.config._attn_implementation = "eager"
+    for output, ids in zip(drafting.decode(target, drafter, prompts[:4]), prompts):
+        whole = stock.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)
+        assert output.tokens == whole[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("settings", SAMPLED, ids=["temperature", "top-k", "top-p"])
+def test_sampled_output_is_the_same_with_and_without_the_drafter(
+    drafter: Drafter, target: Target, prompts: list[list[int]], settings: SamplingParams
+) -> None:
+    expected = drafting.decode(target, None, prompts, sampling=settings)
+    outputs = drafting.decode(target, drafter, prompts, sampling=settings, rows=3)
+    assert drafting.texts(outputs) == drafting.texts(expected)
+    assert sum(output.stats.accepted for output in outputs) > 0
+
+
+def test_greedy_and_sampled_rows_share_a_batch(drafter: Drafter, target: Target, prompts: list[list[int]]) -> None:
+    settings = [GREEDY if index % 2 else SAMPLED[index // 2 % 3] for index in range(len(prompts))]
+    expected = drafting.decode(target, None, prompts, sampling=settings)
+    outputs = drafting.decode(target, drafter, prompts, sampling=settings)
+    assert drafting.texts(outputs) == drafting.texts(expected)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED[0]], ids=["greedy", "sampled"])
+def test_rows_leave_and_join_midway_without_a_trace(
+    drafter: Drafter, target: Target, prompts: list[list[int]], settings: SamplingParams
+) -> None:
+    """Text and counts of a request alone, and in batches whose rows end at different times and move."""
+    limits = [3, 31, 12, 1, 25, 7, 18]
+    alone = drafting.decode(target, drafter, prompts, rows=1, new_tokens=limits, sampling=settings)
+    crowd = drafting.decode(target, drafter, prompts, rows=3, new_tokens=limits, sampling=settings)
+    assert drafting.texts(crowd) == drafting.texts(alone)
+    assert [vars(output.stats) for output in crowd] == [vars(output.stats) for output in alone]
+
+
+def test_the_token_limit_may_fall_inside_a_draft(
+    drafter: Drafter, target: Target, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    ids, answer = max(zip(prompts, plain), key=lambda pair: len(pair[1]))
+    limits = list(range(1, 31, 2))
+    outputs = drafting.decode(target, drafter, [ids] * len(limits), new_tokens=limits)
+    assert drafting.texts(outputs) == [answer[:limit] for limit in limits]
+    assert {output.finish for output in outputs} == {"length"}
+
+
+def test_an_eos_inside_a_draft_ends_the_answer(
+    name: str, target: Target, draft: Target, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    """Drafts meet no EOS at first; then tokens that were accepted from a draft are made the EOS, one at a time."""
+    asked = [ids + answer for ids, answer in zip(prompts, plain)][
+        :2
+    ]  # so that even copied tokens can be new to the answer
+    ended = 0
+    for output, ids in zip(drafting.decode(target, drafting.build(name, target, draft), asked, new_tokens=16), asked):
+        firsts = [at for at, token in enumerate(output.tokens) if output.tokens.index(token) == at]
+        for at in [at for at in firsts if output.from_draft[at]][:3]:
+            model = copy.deepcopy(target.model)
+            model.generation_config.eos_token_id = [5000, output.tokens[at]]  # the second of a list
+            ending = Target(model, target.tokenizer, name="ending")
+            (again,) = drafting.decode(ending, drafting.build(name, ending, draft), [ids], new_tokens=16)
+            assert again.tokens == output.tokens[: at + 1]
+            assert again.finish == "eos"
+            ended += again.from_draft[-1]
+    assert ended > 0, "no answer ended with a drafted EOS"
+
+
+@pytest.mark.parametrize("kind", ["mistral with a window", "gemma2", "gpt2"])
+@pytest.mark.parametrize("free", list(drafting.FREE))
+def test_any_target_may_be_drafted_for(kind: str, free: str) -> None:
+    """Sliding windows, soft-caps, learned positions; answers run to the end of the target's context."""
+    model = architectures.build(kind)
+    model.generation_config.eos_token_id = []
+    target = Target(model, None)
+    prompts = drafting.prompts(4, seed=2, vocab_size=target.vocab_size)
+    prompts = [ids * 4 for ids in prompts]
+    limits = [target.max_length - len(ids) if index == 0 else 12 for index, ids in enumerate(prompts)]
+    expected = drafting.decode(target, None, prompts, new_tokens=limits)
+    outputs = drafting.decode(target, drafting.FREE[free](target), prompts, new_tokens=limits)
+    assert drafting.texts(outputs) == drafting.texts(expected)
+    assert outputs[0].finish == "length", "the end of the context was not reached"
+
+
+def test_drafters_are_made_by_name(target: Target, tiny_target_dir: Path) -> None:
+    assert isinstance(make_drafter("none", target), NoDraft)
+    assert isinstance(make_drafter("lookahead", target), Lookahead)
+    lookup, model = make_drafter("prompt-lookup", target), make_drafter(f"draft:{tiny_target_dir}", target)
+    assert isinstance(lookup, PromptLookup)
+    assert lookup.stop_ids == set(target.eos_ids)
+    assert isinstance(model, DraftModel)
+    assert model.model.dtype == target.dtype
+
+
+def test_a_folder_is_handed_to_the_loader_of_trained_drafters(target: Target, tmp_path: Path) -> None:
+    asked: list[tuple[Path, Target]] = []
+
+    def load(folder: Path, owner: Target) -> Drafter:
+        asked.append((folder, owner))
+        return NoDraft()
+
+    make_drafter(str(tmp_path), target, load)
+    assert asked == [(tmp_path, target)]
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "draft:", "", "no/such/folder", "draft"])
+def test_an_unknown_name_is_answered_with_those_that_exist(name: str, target: Target) -> None:
+    with pytest.raises(ValueError, match="expected none, prompt-lookup, lookahead, draft:MODEL"):
+        make_drafter(name, target, lambda folder, owner: NoDraft())
+
+
+def test_a_draft_model_that_is_not_there_is_named(target: Target) -> None:
+    with pytest.raises(ValueError, match=r"'\./nowhere' does not exist"):
+        make_drafter("draft:./nowhere", target)

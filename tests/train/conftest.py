@@ -1,0 +1,116 @@
+"""A small real run: conversations with something to learn, the tiny target on disk, a recipe that trains in a second.
+
+`spawn` runs it in a process of its own that can be killed. The processes are forked from a server that has imported
+everything, so that dozens of real kills cost seconds, not minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.context
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .child import work
+
+WORDS = (
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "mat",
+    "and",
+    "dog",
+    "by",
+    "door",
+    "while",
+    "rain",
+    "fell",
+    "roof",
+    "of",
+    "house",
+    "to",
+)
+
+Content = dict[str, Any]
+Spawn = Callable[..., multiprocessing.context.ForkServerProcess]
+
+
+def write_conversations(path: Path, count: int, *, seed: int) -> Path:
+    """`count` conversations as OpenAI messages: two words, and an answer that repeats them."""
+    draw = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            first, second = draw.sample(WORDS, 2)
+            answer = " ".join([first, second] * draw.randint(2, 8))
+            messages = [{"role": "user", "content": f"{first} {second}"}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"id": f"{path.stem}-{number}", "messages": messages}) + "\n")
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a jsonl file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths of a training and a held-out file."""
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "responses": str(write_conversations(folder / "train.jsonl", 60, seed=1)),
+        "held_out": str(write_conversations(folder / "held.jsonl", 12, seed=2)),
+    }
+
+
+@pytest.fixture
+def content(tiny_target_dir: Path, conversations: dict[str, str], tmp_path: Path) -> Content:
+    """A whole recipe as a plain dict; tests change what they are about."""
+    return {
+        "target": str(tiny_target_dir),
+        "head": {"method": "medusa", "num_heads": 3, "draft_vocab_size": 200},
+        "objective": {"name": "cross_entropy"},
+        "data": {**conversations, "row_length": 128},
+        "optimiser": {"lr": 1e-3},
+        "steps": 6,
+        "rows_per_step": 4,
+        "rows_per_forward": 2,
+        "eval_every": 3,
+        "save_every": 2,
+        "out": str(tmp_path / "run"),
+        "wandb": {"mode": "disabled"},
+    }
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> Callable[[Content], Path]:
+    """A recipe dict as a YAML file."""
+
+    def write(content: Content) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def spawn() -> Spawn:
+    """`spawn(path, overrides, resume=..., log=..., file_limit=...)`: a training process, started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["draftsmith.train.loop", "draftsmith.train.recipe"])
+
+    def start(
+        path: Path, overrides: Sequence[str] = (), *, resume: bool, log: Path, file_limit: int | None = None
+    ) -> multiprocessing.context.ForkServerProcess:
+        process = context.Process(target=work, args=(str(path), list(overrides), resume, str(log), file_limit))
+        process.start()
+        return process
+
+    return start

@@ -1,0 +1,115 @@
+"""Two real processes under `accelerate launch`, over gloo on CPU: every engine follows the loss of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.train.checkpoint import checkpoints
+from draftsmith.train.loop import TrainResult, train
+from draftsmith.train.recipe import parse_recipe
+
+from .conftest import Content, read_lines
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def uneven(content: Content) -> Content:
+    """Two processes take two micro-steps each, one takes four; rows hold different numbers of supervised tokens."""
+    return content | {"rows_per_forward": 1, "optimiser": {"lr": 1e-3, "warmup_share": 0.5}}
+
+
+@pytest.fixture
+def launch(repo_root: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """`launch("zero2", recipe, "a.b=c", ...)`: the launcher, started, with its output in `tmp_path/log`."""
+
+    def start(engine: str, recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+        config = repo_root / "configs" / "accelerate" / f"{engine}.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
+        command += ["--main_process_port", "0", "-m", "draftsmith.train", str(recipe), *arguments]
+        with (tmp_path / "log").open("a") as log:
+            return subprocess.Popen(
+                command, cwd=repo_root, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, text=True
+            )
+
+    return start
+
+
+def assert_follows(found: Path, alone: TrainResult, *, rel: float) -> None:
+    """Same figures, same integers, and the same full weights, whatever the engine split up."""
+    lines, expected = read_lines(found / "metrics.jsonl"), read_lines(alone.out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, want in zip(lines, expected):
+        for name, value in want.items():
+            assert line[name] == (pytest.approx(value, rel=rel, abs=1e-9) if isinstance(value, float) else value), name
+    weights, wanted = (load_file(folder / "drafter" / "model.safetensors") for folder in (found, alone.out))
+    assert weights.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=3e-6)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
+def test_two_processes_follow_the_loss_of_one(
+    engine: str,
+    uneven: Content,
+    write_recipe: Callable[[Content], Path],
+    launch: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    process = launch(engine, write_recipe(uneven), f"out={tmp_path / engine}")
+    alone = train(parse_recipe(uneven, source="test"), resume=False)  # beside the launch
+    assert process.wait(300) == 0, (tmp_path / "log").read_text()
+    assert_follows(tmp_path / engine, alone, rel=1e-5)
+
+
+def test_zero3_killed_and_resumed_follows_too_and_refuses_another_engine(
+    uneven: Content, write_recipe: Callable[[Content], Path], launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    uneven |= {"steps": 12, "save_every": 3}
+    recipe, split, log = write_recipe(uneven), tmp_path / "split", tmp_path / "log"
+    process = launch("zero3", recipe, f"out={split}")
+    alone = train(parse_recipe(uneven, source="test"), resume=False)
+    ends = time.monotonic() + 300
+    while not checkpoints(split / "checkpoints"):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < ends, log.read_text()
+        time.sleep(0.01)
+    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+        member.send_signal(signal.SIGKILL)
+    process.wait()
+
+    with pytest.raises(ValueError, match=r"saved under zero-3 and this launch is replicated; launch with the same"):
+        train(parse_recipe(uneven | {"out": str(split)}, source="test"), resume=True)
+
+    assert launch("zero3", recipe, f"out={split}", "--resume").wait(300) == 0, log.read_text()
+    assert_follows(split, alone, rel=1e-5)
+
+
+def test_bf16_under_deepspeed_keeps_fp32_weights_and_follows_loosely(
+    uneven: Content, write_recipe: Callable[[Content], Path], launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    uneven |= {"precision": "bf16", "target_dtype": "bfloat16"}
+    process = launch("zero2", write_recipe(uneven), f"out={tmp_path / 'zero2'}")
+    alone = train(parse_recipe(uneven, source="test"), resume=False)
+    assert process.wait(300) == 0, (tmp_path / "log").read_text()
+    losses, expected = (
+        [line["train/loss"] for line in read_lines(out / "metrics.jsonl") if "train/loss" in line]
+        for out in (tmp_path / "zero2", alone.out)
+    )
+    assert losses == pytest.approx(expected, rel=5e-3)
+    weights = load_file(tmp_path / "zero2" / "drafter" / "model.safetensors")
+    floating = [tensor for tensor in weights.values() if tensor.is_floating_point()]
+    assert all(tensor.dtype == torch.float32 for tensor in floating)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in floating)

@@ -1,0 +1,189 @@
+"""What a run is put together from: target, data, draft vocabulary, drafter, engine, and the point to go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distill.objectives import make_objective
+from ..distill.packing import packing_efficiency
+from ..distill.tokens import Sample
+from ..distill.vocabulary import choose_vocabulary, coverage
+from ..heads import METHODS, Binding, Objective, TrainedDrafter
+from ..heads.files import check_binding, read_config, read_weights
+from ..infer.target import Target
+from . import checkpoint, data, engine
+from .checkpoint import Position
+from .provenance import provenance
+from .recipe import Recipe
+
+CHECKPOINTS, RUN = "checkpoints", "run.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the loop works on."""
+
+    recipe: Recipe
+    objective: Objective
+    engine: engine.Engine
+    model: nn.Module
+    """The drafter as the engine wraps it; only its forward is ever called."""
+    optimiser: torch.optim.Optimizer
+    drafter: TrainedDrafter
+    """The drafter itself: for its config, never for its methods during training."""
+    rows: data.Rows
+    held_out: data.Rows
+    stream: data.Stream
+    num_steps: int
+    """Optimiser steps of the whole run."""
+    position: Position
+    """Where to begin: step 0, or the checkpoint's."""
+    measured: dict[str, Any]
+    """The checkpoint's last evaluation (`metrics.HeldOut.measured`); empty at step 0."""
+    binding: Binding
+    description: dict[str, Any]
+    """Content of run.json."""
+    checkpoints: Path
+    """Folder of the checkpoints."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.engine.rank == 0
+
+    def share(self, batch: Sequence[int]) -> list[list[int]]:
+        """This process' micro-batches of a global batch; equally many in every process."""
+        return data.share(batch, rank=self.engine.rank, world=self.engine.world, most=self.recipe.rows_per_forward)
+
+    def autocast(self) -> torch.autocast:
+        """The precision that the drafter computes in."""
+        return torch.autocast(self.drafter.target.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
+
+
+def assemble(recipe: Recipe, *, resume: bool) -> Run:
+    """Put the run together. Raises ValueError for whatever the user can put right; nothing is written but run.json."""
+    out = Path(recipe.out)
+    places = checkpoint.checkpoints(out / CHECKPOINTS)
+    if places and not resume:
+        raise ValueError(
+            f"{out} already holds a run ({places[-1].name}); continue it with --resume, or choose another `out`."
+        )
+    joined = engine.join(recipe)
+    accelerator = joined.accelerator
+    quiet: contextlib.AbstractContextManager[Any] = (
+        contextlib.nullcontext() if accelerator.is_main_process else contextlib.redirect_stderr(io.StringIO())
+    )
+    with quiet:  # every process reads the same files; one speaks
+        target = Target.load(recipe.target, dtype=recipe.target_dtype, device=str(accelerator.device))
+        samples, train_rows, held_rows = data.load_rows(recipe, target)
+        drafter = _drafter(recipe, target, samples)
+        rows = data.prepare_rows(train_rows, drafter, features=recipe.data.features, what="training data")
+        held_out = data.prepare_rows(held_rows, drafter, features=recipe.data.features, what="held-out data")
+        trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+        model, optimiser = engine.prepare(joined, recipe, drafter)
+        stream = data.Stream(len(train_rows), recipe.rows_per_step, recipe.seed)
+        num_steps = recipe.steps or math.ceil((recipe.epochs or 0) * len(train_rows) / recipe.rows_per_step)
+        derived = _derive(recipe, joined, rows, held_out, num_steps=num_steps, trained=trained)
+        print("\n".join(f"{name}: {value}" for name, value in derived.items()), file=sys.stderr)
+    fresh = Position(
+        0, 0.0, 0, joined.name, accelerator.num_processes, data.fingerprint(train_rows), target.fingerprint()
+    )
+    position, measured = _begin(places, fresh, recipe, joined)
+    description = {"recipe": recipe.model_dump(mode="json"), "derived": derived} | provenance()
+    if accelerator.is_main_process:
+        (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        checkpoint.clean(out / CHECKPOINTS)
+        checkpoint.write_json(out / RUN, description)
+    accelerator.wait_for_everyone()
+    objective = recipe.objective.model_dump_json(exclude_defaults=True)
+    binding = Binding(target.fingerprint(), target.template_hash, objective, position.data_hash)
+    return Run(
+        recipe=recipe,
+        objective=make_objective(recipe.objective),
+        engine=joined,
+        model=model,
+        optimiser=optimiser,
+        drafter=drafter,
+        rows=rows,
+        held_out=held_out,
+        stream=stream,
+        num_steps=num_steps,
+        position=position,
+        measured=measured,
+        binding=binding,
+        description=description,
+        checkpoints=out / CHECKPOINTS,
+    )
+
+
+def _begin(
+    places: list[Path], fresh: Position, recipe: Recipe, joined: engine.Engine
+) -> tuple[Position, dict[str, Any]]:
+    """Load the newest checkpoint, if there is one, into the prepared objects."""
+    if not places:
+        return fresh, {}
+    description, position = checkpoint.read(places[-1])
+    checkpoint.check(places[-1], description, position, fresh, recipe)
+    checkpoint.load(places[-1], joined)
+    return position, description["measured"]
+
+
+def _drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> TrainedDrafter:
+    torch.manual_seed(recipe.seed)
+    build: Callable[..., TrainedDrafter] = METHODS[recipe.head.method][1]
+    if recipe.init is not None:
+        drafter = build(recipe.head, target)
+        _warm_start(drafter, Path(recipe.init), target)
+        return drafter
+    size = recipe.head.model_dump().get("draft_vocab_size")
+    if size is None:
+        return build(recipe.head, target)
+    token_map = choose_vocabulary(samples, size, always=target.eos_ids, vocab_size=target.vocab_size)
+    print(
+        f"draft vocabulary: {size} tokens cover {coverage(samples, token_map):.2%} of the supervised ones",
+        file=sys.stderr,
+    )
+    return build(recipe.head, target, token_map=token_map)
+
+
+def _warm_start(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
+    head, binding = read_config(folder)
+    check_binding(binding, target, folder)
+    wanted = drafter.config.model_dump(mode="json")
+    if differ := [
+        f"{key}: {head.get(key)!r} there, {value!r} here" for key, value in wanted.items() if head.get(key) != value
+    ]:
+        raise ValueError(
+            f"the drafter in {folder} (init) has another head: {'; '.join(differ)}. Give `head` the same settings."
+        )
+    read_weights(drafter, folder)
+
+
+def _derive(
+    recipe: Recipe, joined: engine.Engine, rows: data.Rows, held_out: data.Rows, *, num_steps: int, trained: int
+) -> dict[str, str]:
+    """Numbers that follow from the recipe, with how."""
+    world, count = joined.accelerator.num_processes, len(rows.rows)
+    source = (
+        "as given"
+        if recipe.steps
+        else f"{recipe.epochs:g} epochs x {count} rows / {recipe.rows_per_step} rows per step"
+    )
+    learned = sum(int(row.supervised.sum()) for row in rows.rows)
+    return {
+        "engine": f"{joined.name}, {world} processes on {joined.accelerator.device.type}",
+        "rows": f"{count} of {recipe.data.row_length} tokens ({packing_efficiency(rows.rows):.1%} full), {learned} supervised tokens",
+        "held-out rows": f"{len(held_out.rows)}",
+        "steps": f"{num_steps} ({source})" + (f", at most {recipe.minutes:g} minutes" if recipe.minutes else ""),
+        "micro-steps": f"{joined.micro_steps} per process ({recipe.rows_per_step} rows, {recipe.rows_per_forward} at once)",
+        "trained": f"{trained:,} weights of {recipe.head.method}",
+    }

@@ -1,0 +1,185 @@
+"""How processes are joined: one alone, DDP, FSDP2 or DeepSpeed ZeRO, chosen by `accelerate launch --config_file`.
+
+Facts about accelerate 1.15 and DeepSpeed 0.19 that this file answers for:
+- without CUDA, torchrun's processes join as "no distribution" unless `cpu=True` is given, and gradients are not
+  synchronised, without an error; with `cpu=True`, DeepSpeed is switched off, without an error;
+- DeepSpeed asks for its batch size, clipping and 16-bit gathering in its own config, beside the training code;
+- under ZeRO-3 accelerate tells transformers to split every model it loads, the frozen target too; it is told otherwise;
+- DeepSpeed averages gradients over processes and micro-steps; so does accelerate. `loss_scale` undoes both;
+- DeepSpeed would compile a shared-memory collective on CPU at the first start (a minute, and g++); gloo serves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.integrations import unset_hf_deepspeed_config
+
+from ..heads import TrainedDrafter
+from .recipe import Recipe
+
+REPLICATED = "replicated"
+"""Every process holds the whole drafter and its optimiser: one process, or DDP."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The joined processes and what the loop needs to know of them."""
+
+    accelerator: Accelerator
+    name: str
+    """`replicated`, `fsdp2`, `zero-1`, `zero-2` or `zero-3`: what a checkpoint's training state is bound to."""
+    micro_steps: int
+    """Forwards per process and optimiser step."""
+
+    @property
+    def rank(self) -> int:
+        number: int = self.accelerator.process_index
+        return number
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        number: int = self.accelerator.num_processes
+        return number
+
+    @property
+    def loss_scale(self) -> int:
+        """What a micro-step's share of the loss is multiplied by, so that averaging over processes and micro-steps
+        adds the shares up to the very loss of one process in one step."""
+        return self.micro_steps * self.world
+
+    def agree(self, seconds: float, is_asked: bool) -> tuple[float, bool]:
+        """The latest clock and whether any process was asked to stop; a collective call."""
+        if self.world == 1:
+            return seconds, is_asked
+        mine = torch.tensor([[seconds, float(is_asked)]], dtype=torch.float64, device=self.accelerator.device)
+        latest = self.accelerator.gather(mine).amax(dim=0).tolist()
+        return latest[0], latest[1] > 0
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """Within it the drafter has all its weights, also where they are sharded, so that methods other than forward can
+        be called without gradients; a collective call."""
+        if self.name == "zero-3":
+            from deepspeed import zero
+
+            with zero.GatheredParameters(list(model.parameters())):
+                yield
+        elif isinstance(model, FSDPModule):
+            model.unshard()
+            yield
+            model.reshard()
+        else:
+            yield
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole drafter's tensors (on process 0; maybe empty elsewhere), gathered where they are sharded."""
+        return self.accelerator.get_state_dict(model) or {}
+
+
+def join(recipe: Recipe) -> Engine:
+    """Join the processes of this launch. Raises ValueError if they do not divide the recipe's batch or the launch
+    config asks for what is not there."""
+    on_cpu = not torch.cuda.is_available()
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        raise ValueError(
+            "accelerate offers FSDP on GPUs only, and none is visible here. Launch with configs/accelerate/ddp.yaml or "
+            "zero2.yaml, which run on CPU as well."
+        )
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no other
+    if on_cpu and deepspeed:
+        _compile_nothing()
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and "LOCAL_RANK" in os.environ else []
+    accelerator = Accelerator(cpu=on_cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
+    world = accelerator.num_processes
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    assert world == launched, f"{launched} processes were launched, accelerate joined {world}"
+    micro_steps = count_micro_steps(recipe, world)
+    accelerator.gradient_accumulation_steps = micro_steps
+    if deepspeed:
+        unset_hf_deepspeed_config()
+        warnings.filterwarnings(
+            "ignore", message="`torch.distributed", category=FutureWarning
+        )  # names DeepSpeed still calls
+        _configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, recipe, micro_steps)
+    return Engine(accelerator, _name(accelerator), micro_steps)
+
+
+def count_micro_steps(recipe: Recipe, world: int) -> int:
+    """Forwards per process and optimiser step. Raises ValueError if the rows of a step do not divide over the processes."""
+    if recipe.rows_per_step % world:
+        raise ValueError(
+            f"rows_per_step {recipe.rows_per_step} does not divide over {world} processes; set it to a multiple of {world}."
+        )
+    return math.ceil(recipe.rows_per_step / world / recipe.rows_per_forward)
+
+
+def prepare(engine: Engine, recipe: Recipe, drafter: TrainedDrafter) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The drafter inside the engine, and its AdamW over fp32 weights. The target stays outside. Raises ValueError if
+    nothing is trainable."""
+    drafter.float()
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            "this head has no trainable weights, nothing would be trained; check its settings under `head`."
+        )
+    settings = recipe.optimiser
+    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    model, prepared = engine.accelerator.prepare(drafter, optimiser)
+    return model, prepared
+
+
+def _name(accelerator: Accelerator) -> str:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"zero-{accelerator.state.deepspeed_plugin.zero_stage}"
+    return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else REPLICATED
+
+
+def _compile_nothing() -> None:
+    """Leave the collectives of DeepSpeed on CPU to gloo."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _configure_deepspeed(config: dict[str, Any], recipe: Recipe, micro_steps: int) -> None:
+    """What the recipe decides is written into DeepSpeed's config; what would contradict it there is an error."""
+    own: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.rows_per_forward,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": recipe.optimiser.clip,
+        "torch_autocast": {
+            "enabled": recipe.precision == "bf16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # gradients are exchanged in fp32
+        },
+    }
+    for key, value in own.items():
+        if config.get(key, "auto") not in ("auto", value):
+            raise ValueError(
+                f"the DeepSpeed config sets {key} to {config[key]!r}, the recipe to {value!r}; set it to auto there."
+            )
+        config[key] = value
+    for key in ("fp16", "bf16"):
+        if config.get(key, {}).get("enabled") is True:
+            raise ValueError(f"the DeepSpeed config enables {key}; leave it out, the recipe's `precision` decides.")
+    zero = config["zero_optimization"]
+    if zero["stage"] == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        raise ValueError(
+            "ZeRO-3 without stage3_gather_16bit_weights_on_model_save could not save the drafter at the end; set it to true "
+            "in the DeepSpeed config (zero3_save_16bit_model in an accelerate config)."
+        )

@@ -1,0 +1,196 @@
+"""The recipe: everything that decides a training run, in one YAML file, with `a.b=c` overrides on the command line.
+
+    target: smollm2-135m
+    head: {method: ..., ...}
+    data: {responses: responses.jsonl}
+    epochs: 3
+    out: runs/demo
+
+Every field has its meaning under it. Unknown keys are errors that name the nearest known one. What is not written in
+the recipe but follows from it (steps, micro-steps, held-out batches) is printed and saved with how it was derived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, SerializeAsAny, Tag, ValidationError, model_validator
+
+from ..distill.objectives import ObjectiveConfig
+from ..heads import METHODS, HeadConfig
+from .parsing import apply_overrides, explain, read_yaml
+
+if TYPE_CHECKING:
+    AnyHead = HeadConfig
+else:
+    AnyHead = Annotated[
+        Union[tuple(Annotated[config, Tag(method)] for method, (config, _) in METHODS.items())],  # noqa: UP007
+        Discriminator("method"),
+    ]
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Section):
+    """What is learned from, and what is held out."""
+
+    responses: str
+    """File with the target's own answers (`draftsmith respond`), or any conversations with answers."""
+    held_out: str | None = None
+    """File for the held-out evaluation; None takes the held-out split of `responses`."""
+    row_length: int = Field(1024, ge=8)
+    """Tokens per packed row."""
+    max_length: int | None = Field(None, ge=8)
+    """Longer samples are cut here, and counted; None means `row_length`."""
+    max_samples: int | None = Field(None, ge=1)
+    """At most this many training samples, chosen by hash of their id; None takes all."""
+    max_held_out: int | None = Field(200, ge=1)
+    """At most this many held-out samples, likewise."""
+    features: Literal["online", "memory"] = "online"
+    """online: the target reads every batch in its step. memory: each row is read once and what the target computed is
+    kept in main memory for later epochs; the size is printed."""
+    max_bad_share: float = Field(0.01, ge=0, le=1)
+    """Above this share of unusable conversations the run stops."""
+
+
+class Optimiser(Section):
+    """AdamW with a linear warm-up and a cosine to `final_lr_share`."""
+
+    lr: float = Field(gt=0)
+    """Highest learning rate. It differs per method and size, so it has no default (Medusa: 1e-3)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment (EAGLE, arXiv 2401.15077)."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of every trained tensor."""
+    clip: float = Field(0.5, gt=0)
+    """Gradients are scaled down to this global norm (EAGLE)."""
+    warmup_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the run in which the rate rises linearly."""
+    final_lr_share: float = Field(0.0, ge=0, le=1)
+    """Rate at the end, as a share of `lr`."""
+
+
+class Wandb(Section):
+    """Weights & Biases; metrics.jsonl and run.json are written in any case."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: $WANDB_MODE where it is set, else online where a key is known, else offline."""
+    project: str = "draftsmith"
+    """Project of the run."""
+    name: str | None = None
+    """Name of the run; None takes the name of the `out` folder."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    target: str
+    """`smollm2-135m` (embedded), a local folder, or a Hugging Face model id."""
+    target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the frozen target."""
+    head: SerializeAsAny[AnyHead]
+    """What is trained: `method` and that method's own fields."""
+    init: str | None = None
+    """Folder of a drafter whose weights to begin from (warm start); it must have this `head`."""
+    objective: ObjectiveConfig
+    """How the draft's distributions are compared with the target's."""
+    data: Data
+    """What is learned from."""
+    optimiser: Optimiser
+    """How the weights move."""
+    steps: int | None = Field(None, ge=1)
+    """Optimiser steps; give either this or `epochs`."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the packed rows; give either this or `steps`."""
+    minutes: float | None = Field(None, gt=0)
+    """Wall-clock budget. The learning rate follows the clock where it is ahead of the steps, so the run ends in time and
+    fully annealed; such a run is not repeatable to the bit."""
+    rows_per_step: int = Field(16, ge=1)
+    """Packed rows per optimiser step, over all processes: the same recipe is the same training on any number of them."""
+    rows_per_forward: int = Field(4, ge=1)
+    """At most this many rows in one forward of one process; the number of accumulated micro-steps follows."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute of the drafter: bf16 is autocast over fp32 weights and fp32 gradients."""
+    eval_every: int | None = Field(None, ge=1)
+    """Steps between held-out evaluations; None evaluates once, at the end."""
+    save_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; None saves once, at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Decides the initial weights, the data order and every draw of the training."""
+    out: str
+    """Folder of the run: run.json, metrics.jsonl, timing.jsonl, checkpoints/, drafter/."""
+    wandb: Wandb = Wandb()
+    """Tracking beyond the files."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Recipe:
+        """Every check between fields stands here."""
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither was" if self.steps is None else "both were"
+            raise ValueError(
+                f"give exactly one of `steps` and `epochs`; {given} given. Add `steps: N`, or set the other to null."
+            )
+        longest = self.data.max_length or self.data.row_length
+        if longest > self.data.row_length:
+            raise ValueError(
+                f"data.max_length {longest} does not fit into data.row_length {self.data.row_length}; raise row_length or lower it."
+            )
+        if self.rows_per_forward > self.rows_per_step:
+            raise ValueError(
+                f"rows_per_forward {self.rows_per_forward} exceeds rows_per_step {self.rows_per_step}; lower it to that."
+            )
+        return self
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file with `a.b=c` overrides applied. Raises ValueError with every fault in one message."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"recipe {str(path)!r} cannot be read: {error}. Name a YAML file, like those in configs/recipes."
+        ) from error
+    content = read_yaml(text, source=str(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected keys and values like `target: smollm2-135m`, got {type(content).__name__}.")
+    return parse_recipe(apply_overrides(content, overrides), source=str(path))
+
+
+def parse_recipe(content: dict[str, Any], *, source: str) -> Recipe:
+    """The recipe in a plain dict; `source` names it in errors."""
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        variants: dict[str, type[BaseModel]] = {method: config for method, (config, _) in METHODS.items()}
+        raise explain(error, Recipe, variants, source=source) from error
+
+
+def differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
+    """`key: saved value, value now` for every field in which a saved recipe differs; where a run lies and is tracked,
+    and how often it is saved, may differ."""
+    now = _flat(recipe.model_dump(mode="json", exclude=_FREE))
+    then = _flat({key: value for key, value in saved.items() if key not in _FREE})
+    return [
+        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
+        for key in sorted(then | now)
+        if then.get(key) != now.get(key)
+    ]
+
+
+_FREE = {"out", "wandb", "save_every", "keep_checkpoints"}
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
