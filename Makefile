@@ -58,8 +58,7 @@ types: $(READY_DEV)
 	rm -rf .typecheck
 	mkdir -p .typecheck/draftsmith
 	for room in $(ROOMS); do ln -s ../../$$room .typecheck/draftsmith/$$room; done
-	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/mypy && mypy=0 || mypy=1; $(BIN)/pyright && exit $$mypy
 
 $(READY):
 	@test -n "$(PYTHON)" || { echo "draftsmith needs Python 3.11 or newer; none was found. Name one: make PYTHON=..." >&2; exit 1; }

@@ -62,25 +62,26 @@ def open_drafter(name: str, target: Target, *, tree: str, rows: int) -> Drafter:
         drafter = load_drafter(folder, target)
         if tree == "chain":
             drafter.use_chain()
-        elif tree == "fit":
-            _fit(drafter, target, rows=rows)
-        return drafter
+        return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
     return make_drafter(name, target, load_trained)
 
 
-def _fit(drafter: TrainedDrafter, target: Target, *, rows: int) -> None:
-    """Choose the tree for this machine and say what was chosen, on stderr."""
+def _fitted(drafter: TrainedDrafter, target: Target, *, rows: int) -> Drafter:
+    """The drafter with the tree that is fastest here, or none where drafting does not pay; says which, on stderr."""
     from ..heads.fit import fit_tree
+    from ..infer.drafter import NoDraft
 
     fit = fit_tree(drafter, target, rows=rows)
     if fit is None:
-        chosen = "the drafter carries no measured accuracies; drafting the tree it was saved with"
-    elif not fit.topology.paths:
-        chosen = "drafting does not pay on this machine; decoding plainly"
-    else:
-        chosen = (
-            f"{len(fit.topology.paths)} nodes, depth {fit.topology.depth}, expected tau {fit.expected_tau:.2f} "
-            "(from held-out accuracies and this machine's verification times)"
-        )
-    print(f"tree: {chosen}", file=sys.stderr)
+        print("tree: as saved; the drafter carries no measured accuracies to fit one to", file=sys.stderr)
+        return drafter
+    if not fit.topology.paths:
+        print("tree: none; drafting does not pay on this machine, decoding plainly", file=sys.stderr)
+        return NoDraft()
+    print(
+        f"tree: {len(fit.topology.paths)} nodes, depth {fit.topology.depth}, expected tau {fit.expected_tau:.2f} "
+        "(from held-out accuracies and this machine's verification times)",
+        file=sys.stderr,
+    )
+    return drafter

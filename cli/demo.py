@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ..infer.evaluate import EvalPrompt
     from ..infer.target import Target
 
-ANSWER_TOKENS = 192
+ANSWER_TOKENS = 128
 """Limit of each answer that the heads learn from."""
-EVALUATED, EVALUATED_TOKENS = 40, 128
+EVALUATED, EVALUATED_TOKENS = 20, 96
 """Held-out prompts decoded with and without the drafter, and the limit of each answer."""
-EXACT = 10
+EXACT = 6
 """Of those, prompts decoded again in float32, where the text must be identical."""
 QUESTION = "Explain in a few sentences why leaves change their colour in autumn."
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ..heads.base import TeacherBatch, TeacherLogits
 from ..infer.target import Target
@@ -44,34 +45,47 @@ def frozen_logits(target: Target) -> TeacherLogits:
     return logits
 
 
-def precompute(target: Target, rows: Sequence[Row], *, taps: tuple[int, ...]) -> list[TeacherBatch]:
-    """Every row's teacher batch, (1, T) each, in the target's dtype in main memory; the size is printed first.
+def precompute(target: Target, rows: Sequence[Row], *, taps: tuple[int, ...], progress: bool = False) -> TeacherBatch:
+    """What the target computes on all rows, (N, T) in its dtype in main memory; the size is printed first.
 
-    For data that is read more than once and fits. `join` makes training batches of them.
+    For data that is read more than once and fits; `pick` makes training batches of it. Every row is read alone, so what
+    is stored does not depend on how rows are batched later. Memory is taken once, in whole: small pieces kept between
+    the large short-lived ones of training would fragment it.
     """
-    width = target.hidden_size * (1 + len(taps))
-    size = sum(len(row.tokens) for row in rows) * width * target.dtype.itemsize
+    shape = (len(rows), len(rows[0].tokens))
+    width, wide = target.hidden_size, target.hidden_size * len(taps)
+    size = shape[0] * shape[1] * (width + wide) * target.dtype.itemsize
     print(f"features: {len(rows)} rows need {size / 2**20:.0f} MiB of memory", file=sys.stderr)
-    cpu = torch.device("cpu")
-    return [_moved(teacher_batch(target, [row], taps=taps), cpu) for row in rows]
-
-
-def join(batches: Sequence[TeacherBatch], device: torch.device) -> TeacherBatch:
-    """Precomputed rows side by side as one batch (B, T) on `device`."""
-    features = [batch.features for batch in batches if batch.features is not None]
+    hidden = torch.empty(*shape, width, dtype=target.dtype)
+    features = torch.empty(*shape, wide, dtype=target.dtype) if taps else None
+    for index in tqdm(range(len(rows)), desc="features", unit="row", disable=not progress):
+        read = teacher_batch(target, [rows[index]], taps=taps)
+        hidden[index] = read.hidden[0].cpu()
+        if features is not None and read.features is not None:
+            features[index] = read.features[0].cpu()
     return TeacherBatch(
-        tokens=torch.cat([batch.tokens for batch in batches]).to(device),
-        segments=torch.cat([batch.segments for batch in batches]).to(device),
-        positions=torch.cat([batch.positions for batch in batches]).to(device),
-        supervised=torch.cat([batch.supervised for batch in batches]).to(device),
-        hidden=torch.cat([batch.hidden for batch in batches]).to(device),
-        features=torch.cat(features).to(device) if features else None,
-        logits=batches[0].logits,
+        tokens=torch.stack([row.tokens for row in rows]),
+        segments=torch.stack([row.segments for row in rows]),
+        positions=torch.stack([row.positions for row in rows]),
+        supervised=torch.stack([row.supervised for row in rows]),
+        hidden=hidden,
+        features=features,
+        logits=frozen_logits(target),
     )
 
 
-def _moved(batch: TeacherBatch, device: torch.device) -> TeacherBatch:
-    return join([batch], device)
+def pick(stored: TeacherBatch, indices: Sequence[int], device: torch.device) -> TeacherBatch:
+    """Some precomputed rows as one batch (B, T) on `device`."""
+    which = torch.tensor(indices)
+    return TeacherBatch(
+        tokens=stored.tokens[which].to(device),
+        segments=stored.segments[which].to(device),
+        positions=stored.positions[which].to(device),
+        supervised=stored.supervised[which].to(device),
+        hidden=stored.hidden[which].to(device),
+        features=None if stored.features is None else stored.features[which].to(device),
+        logits=stored.logits,
+    )
 
 
 def _check_finite(what: str, values: Tensor, rows: Sequence[Row]) -> None:

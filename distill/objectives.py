@@ -13,6 +13,10 @@ Letters: R rows, W draft vocabulary. With p the target's and q the draft's distr
 
 DistillSpec (arXiv 2310.08461), GKD (arXiv 2306.13649) for jsd, LK losses (arXiv 2602.23881) for lk. On a reduced draft
 vocabulary p is the target's distribution restricted to it and renormalised. Plain tvd is nearly flat from a cold start.
+
+With `teacher_top_k` the target is known by its k likeliest tokens and one bucket for all others, and both distributions
+are compared on these k+1 outcomes. No divergence can grow by that; what is lost is the divergence inside the bucket,
+weighted with its probability (p's in forward_kl, q's in reverse_kl; in tvd at most the larger of the two).
 """
 
 from __future__ import annotations
@@ -43,6 +47,9 @@ class ObjectiveConfig(BaseModel):
     temperature: float = Field(default=1.0, gt=0)
     """Both distributions are softened by it: the temperature that drafts will be verified at. Cross entropy compares
     with tokens and ignores it."""
+    teacher_top_k: int | None = Field(default=None, ge=1)
+    """Tokens by which the target is known, the rest being one outcome; None compares token by token. Cross entropy
+    ignores it."""
     mix: dict[Name, float] | None = None
     """Several divergences, name -> weight, summed."""
 
@@ -58,6 +65,10 @@ class ObjectiveConfig(BaseModel):
         if set(names) == {"cross_entropy"} and self.temperature != 1:
             raise ValueError(
                 "objective.temperature does not apply to cross_entropy, which compares with tokens; remove it."
+            )
+        if set(names) == {"cross_entropy"} and self.teacher_top_k is not None:
+            raise ValueError(
+                "objective.teacher_top_k does not apply to cross_entropy, which asks no target; remove it."
             )
         return self
 
@@ -79,6 +90,7 @@ class Divergence:
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.terms, self.beta, self.temperature = config.terms, config.beta, config.temperature
+        self.top_k = config.teacher_top_k
         self.uses_target = set(self.terms) != {"cross_entropy"}
 
     def __call__(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
@@ -88,6 +100,8 @@ class Divergence:
             assert target_logits is not None, f"objective {list(self.terms)} needs the target's logits"
             log_p = torch.log_softmax(_wide(target_logits.detach()) / self.temperature, dim=-1)
             log_q = torch.log_softmax(_wide(draft_logits) / self.temperature, dim=-1)
+            if self.top_k is not None and self.top_k + 1 < log_p.shape[-1]:
+                log_p, log_q = top_and_tail(log_p, log_q, self.top_k)
         for name, weight in self.terms.items():
             if name == "cross_entropy":
                 value = F.cross_entropy(_wide(draft_logits), labels, reduction="none")
@@ -97,6 +111,15 @@ class Divergence:
                 value = _DIVERGENCES[name](log_p, log_q)
             total = total + weight * value
         return total
+
+
+def top_and_tail(log_p: Tensor, log_q: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Both distributions (R, W) on the k likeliest tokens of the first and the bucket of all others, last: (R, k+1)."""
+    best = log_p.topk(k, dim=-1).indices
+    inside = torch.zeros_like(log_p, dtype=torch.bool).scatter_(-1, best, True)
+    tails = (log.masked_fill(inside, -torch.inf).logsumexp(dim=-1, keepdim=True) for log in (log_p, log_q))
+    tail_p, tail_q = tails
+    return torch.cat([log_p.gather(-1, best), tail_p], dim=-1), torch.cat([log_q.gather(-1, best), tail_q], dim=-1)
 
 
 def _wide(logits: Tensor) -> Tensor:

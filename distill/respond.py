@@ -115,11 +115,16 @@ def respond(
         _account_for(rejected, len(conversations), max_bad_share, out)
         run = _Run(target, template, sampling, max_new_tokens)
         start, answered, truncated = time.perf_counter(), 0, 0
-        with tqdm(total=len(conversations), initial=resumed, unit="conv", disable=not progress, desc="respond") as bar:
-            for talk in run.answer(talks, Engine(target, drafter=drafter, rows=rows)):
-                append(file, talk.response())
-                answered, truncated = answered + 1, truncated + talk.truncated
-                bar.set_postfix_str(f"{run.tokens / (time.perf_counter() - start):.0f} tokens/s, {truncated} truncated")
+        turns = sum(1 + len(talk.waiting) for talk in talks)
+        with tqdm(total=turns, unit="answer", disable=not progress, desc="respond") as bar:
+            for talk, is_finished in run.answer(talks, Engine(target, drafter=drafter, rows=rows)):
+                if is_finished:
+                    append(file, talk.response())
+                    answered, truncated = answered + 1, truncated + talk.truncated
+                rate = run.tokens / (time.perf_counter() - start)
+                bar.set_postfix_str(
+                    f"{rate:.0f} tokens/s, {resumed + answered}/{len(conversations)} conversations kept"
+                )
                 bar.update()
         seconds = time.perf_counter() - start
     return RespondReport(out, answered, resumed, len(rejected), truncated, run.tokens, seconds)
@@ -153,8 +158,8 @@ class _Run:
         self.target, self.template, self.sampling, self.max_new_tokens = target, template, sampling, max_new_tokens
         self.tokens = 0
 
-    def answer(self, talks: list[_Talk], engine: Engine) -> Iterator[_Talk]:
-        """Yield each conversation when it is finished: most turns first, then by prompt length.
+    def answer(self, talks: list[_Talk], engine: Engine) -> Iterator[tuple[_Talk, bool]]:
+        """Yield a conversation after each of its answers, and whether it is finished: most turns first, then by length.
 
         Only twice the engine's rows are under way at a time, so a next turn does not queue behind every other
         conversation's first, and a kill loses little.
@@ -168,8 +173,9 @@ class _Run:
             self._take(talk, output)
             if self._ask(talk):
                 self._start(talk, active, engine)
+                yield talk, False
                 continue
-            yield talk
+            yield talk, True
             for following in itertools.islice(waiting, 1):
                 self._start(following, active, engine)
 

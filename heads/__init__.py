@@ -11,12 +11,14 @@ from .draft_model import DraftModelConfig, TrainedDraftModel
 from .eagle3 import Eagle3, Eagle3Config
 from .files import check_binding, read_config, read_weights
 from .medusa import Medusa, MedusaConfig
+from .pard import Pard, PardConfig
 
 METHODS: dict[str, tuple[type[HeadConfig], type[TrainedDrafter]]] = {
     "medusa": (MedusaConfig, Medusa),
     "eagle3": (Eagle3Config, Eagle3),
     "dflash": (DFlashConfig, DFlash),
     "draft_model": (DraftModelConfig, TrainedDraftModel),
+    "pard": (PardConfig, Pard),
 }
 
 

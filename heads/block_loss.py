@@ -60,7 +60,7 @@ class BlockLoss:
                 return self._judge(part.rows, states, part.counted, factor, logits)
 
             if self.is_frozen and torch.is_grad_enabled():
-                found.append(_AtOnce.apply(judge, part.states, logits))
+                found.append(_AtOnce.apply(judge, part.states, logits))  # type: ignore[no-untyped-call]
             else:
                 found.append(checkpoint(judge, part.states, logits, use_reentrant=False, preserve_rng_state=False))
         losses, right, errors = zip(*found)

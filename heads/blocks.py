@@ -106,8 +106,9 @@ class BlockMemory:
         context = self._context[layer]
         own = [part.unflatten(0, (-1, self.size)).permute(2, 0, 1, 3) for part in (key, value)]  # (H, R, b, d)
         folded = query.unflatten(0, (-1, self.size)).unflatten(2, (len(context[0]), -1)).permute(2, 0, 3, 1, 4)
-        out: Tensor = _Attention.apply(self, folded.flatten(2, 3), *context, *own)  # (H, R, G*b, d)
-        return out.unflatten(2, (-1, self.size)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
+        out = _Attention.apply(self, folded.flatten(2, 3), *context, *own)  # type: ignore[no-untyped-call]
+        blocks: Tensor = out.unflatten(2, (-1, self.size)).permute(1, 3, 0, 2, 4)  # (R, b, H, G, d)
+        return blocks.flatten(2, 3).flatten(0, 1)
 
     def scores(self, query: Tensor, keys: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
         """Per group of n anchors: which they are, which m context keys they read, and the scores (H, n, G*b, m + b) of

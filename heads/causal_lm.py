@@ -12,26 +12,24 @@ import difflib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig
 
 from ..infer.embedded import resolve
 from ..infer.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer called `name`: a local folder or a Hugging Face model id. Raises ValueError if there is
     none that can be loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = resolve(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -63,7 +61,9 @@ def prune(target: Target, keep: tuple[int, ...]) -> PreTrainedModel:
         body[name] = tensor
     try:
         model.get_submodule(new_owner).load_state_dict(body)
-        model.get_output_embeddings().load_state_dict(target.head.state_dict())
+        head = model.get_output_embeddings()
+        assert head is not None, "a causal LM has an output embedding"
+        head.load_state_dict(target.head.state_dict())
     except RuntimeError as error:
         raise ValueError(
             f"layers {keep} of {target.name!r} do not make a {type(model).__name__}, as its layers differ in kind: {error} "
@@ -104,6 +104,8 @@ def design(target: Target, fields: dict[str, Any]) -> PreTrainedModel:
 
 def read_architecture(directory: Path) -> PretrainedConfig:
     """The config of a saved model. Raises ValueError if transformers cannot read it."""
+    from transformers import AutoConfig
+
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
@@ -113,6 +115,8 @@ def read_architecture(directory: Path) -> PretrainedConfig:
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
     """A model with random weights."""
+    from transformers import AutoModelForCausalLM
+
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 

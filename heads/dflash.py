@@ -27,23 +27,22 @@ V vocabulary, W draft vocabulary, C candidates per slot, n nodes of a level.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
-from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .base import LossSums, Objective, TeacherBatch, TrainedDrafter
 from .block_loss import BlockLoss, add_up, count_steps
 from .blocks import BlockLayer, BlockMemory, sample_anchors, split_anchors
 from .compare import Drafts, find_ranks
-from .from_target import check_taps, layer_sizes, mask_token, rotary_base, spread_taps
-from .layers import LayerShape, Memory, RMSNorm, Rotation
+from .from_target import LayeredConfig, mask_token
+from .layers import Memory, RMSNorm, Rotation
 from .markov import ConfidenceHead, MarkovHead
 from .offsets import keep_as_offsets
 from .own_cache import OwnCache
@@ -53,8 +52,8 @@ from .unroll import Blocks
 from .vocabulary import DraftVocabulary
 
 
-class DFlashConfig(HeadConfig):
-    """Shape of the drafter. What is None follows from the target; a drafter's own `config` has no such None left."""
+class DFlashConfig(LayeredConfig):
+    """Shape of the drafter."""
 
     method: Literal["dflash"] = "dflash"
     block_size: int = Field(ge=2)
@@ -65,22 +64,8 @@ class DFlashConfig(HeadConfig):
     """Whether a slot sees only the slots before it in its block (JetSpec)."""
     num_layers: int = Field(5, ge=1)
     """Decoder layers (all papers: 5)."""
-    taps: tuple[int, ...] | None = Field(None, min_length=1)
-    """Target layers read, as 0-based outputs, never the last. None: num_layers of them, evenly from 1 to L-3 of L."""
     mask_token_id: int | None = Field(None, ge=0)
     """Token whose embedding fills the masks. None: the first id of the target's vocabulary that its tokenizer never writes."""
-    intermediate_size: int | None = Field(None, ge=1)
-    """Inner width of the MLP. None: the target's."""
-    num_heads: int | None = Field(None, ge=1)
-    """Query heads. None: the target's."""
-    num_kv_heads: int | None = Field(None, ge=1)
-    """Key-value heads. None: the target's."""
-    head_dim: int | None = Field(None, ge=2)
-    """Width of a head. None: the target's."""
-    rope_theta: float | None = Field(None, gt=0)
-    """Base of the rotary frequencies, plain and unscaled. None: the target's."""
-    rms_norm_eps: float = Field(1e-6, gt=0)
-    """Added to the mean square in every norm (Qwen3: 1e-6)."""
     markov_head_type: Literal["none", "vanilla", "gated", "rnn"] = "none"
     """What makes a token depend on the one before it (DSpark: vanilla)."""
     markov_rank: int = Field(256, ge=1)
@@ -111,18 +96,8 @@ class DFlashConfig(HeadConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def resolve(self, target: Target) -> DFlashConfig:
-        """The config with every None that the target decides replaced by its value. Raises ValueError if it cannot be."""
-        taps = self.taps or spread_taps(self.num_layers, target)
-        check_taps(taps, target)
-        sizes = layer_sizes(target, self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim)
-        mask, theta = mask_token(target, self.mask_token_id), self.rope_theta or rotary_base(target)
-        return self.model_copy(update={"taps": taps, "mask_token_id": mask, "rope_theta": theta, **sizes})
-
-    def shape(self, width: int) -> LayerShape:
-        """Sizes of the layers, of a resolved config."""
-        sizes = self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim
-        inner, heads, kv_heads, head_width = (size or 0 for size in sizes)
-        return LayerShape(width, inner, heads, kv_heads, head_width, self.rms_norm_eps)
+        mask = mask_token(target, self.mask_token_id)
+        return super().resolve(target).model_copy(update={"mask_token_id": mask})
 
 
 @dataclass
@@ -143,7 +118,7 @@ class DFlash(TrainedDrafter):
         """token_map: (W,) int64 ascending target ids of a reduced draft vocabulary."""
         config = config.resolve(target)
         super().__init__(config, target)
-        shape = config.shape(target.hidden_size)
+        shape = config.shape(target)
         self.fc = nn.Linear(len(self.taps) * target.hidden_size, shape.width, bias=False)
         self.hidden_norm = RMSNorm(shape.width, shape.eps)
         self.layers = nn.ModuleList(BlockLayer(shape, layer=i) for i in range(config.num_layers))
@@ -164,6 +139,29 @@ class DFlash(TrainedDrafter):
 
     def use_tree(self, topology: Topology) -> None:
         self.topology = topology
+
+    def public_config(self) -> dict[str, Any]:
+        """DeepSpec's flat keys, and z-lab's nested ones. The flag `causal_head` alone tells a JetSpec file from DFlash's."""
+        config = self.config
+        is_plain = not config.sample_from_anchor and self.markov_head is None and self.confidence_head is None
+        shared = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
+        nested = {"target_layer_ids": list(self.taps), "num_target_layers": self.target.num_layers}
+        nested |= {"causal": config.is_causal, "causal_head": config.is_causal, "use_swa": False}
+        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
+        return config.public_fields(self.target) | {
+            "architectures": ["DFlashDraftModel" if is_plain else "Qwen3DSparkModel"],
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            **shared,
+            "num_anchors": config.num_anchors,
+            "sample_from_anchor": config.sample_from_anchor,
+            "markov_rank": 0 if self.markov_head is None else config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            "enable_confidence_head": config.enable_confidence_head,
+            "confidence_head_with_markov": self.confidence_head is not None and self.markov_head is not None,
+            "draft_vocab_size": self.vocabulary.size,
+            "dflash_config": {**shared, **nested, "sample_from_anchor": config.sample_from_anchor},
+        }
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -192,14 +190,15 @@ class DFlash(TrainedDrafter):
         hidden = self.target.embedding(tokens).flatten(0, 1).to(self.fc.weight.dtype)
         for layer in self.layers:
             hidden = layer(hidden, turn, memory)
-        blocks: Tensor = self.norm(hidden).view(*tokens.shape, -1)
+        blocks: Tensor = self.norm(hidden).unflatten(0, tokens.shape)
         return blocks[:, self.config.block_size - self.num_steps :]
 
     def _base(self, hidden: Tensor) -> Tensor:
         """Logits that know nothing of a Markov head: (..., D) -> (..., W)."""
         if self.lm_head is None:
             return self.target.logits(hidden.to(self.target.dtype))
-        return F.linear(hidden, self.lm_head.weight)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def logits(self, states: Tensor) -> Tensor:
         """States (..., D), or (..., D + r) with the Markov head's code behind the hidden part -> (..., W)."""

@@ -1,4 +1,4 @@
-"""What a drafter's config takes from its target where the recipe leaves it open: sizes, rotary base, taps, a mask token.
+"""What a drafter with decoder layers of its own takes from its target: sizes, rotary base, taps, a mask token.
 
 Every one of these has been guessed differently by trainer and engine somewhere; here each is resolved once, checked, and
 written to config.json.
@@ -6,35 +6,89 @@ written to config.json.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, Self
+
+from pydantic import Field
 
 from ..infer.target import Target
+from .base import HeadConfig
+from .layers import LayerShape
 
 
-class Sizes(TypedDict):
-    """Sizes of a drafter's decoder layers."""
+class LayeredConfig(HeadConfig):
+    """Decoder layers as wide as the target. What is None follows from it; a drafter's own `config` has no such None left."""
 
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: int = Field(ge=1)
+    """Decoder layers."""
+    taps: tuple[int, ...] | None = Field(None, min_length=1)
+    """Target layers read, as 0-based outputs, never the last. None: num_layers of them, evenly from 1 to L-3 of L."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Inner width of the MLP. None: the target's."""
+    num_heads: int | None = Field(None, ge=1)
+    """Query heads. None: the target's."""
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Key-value heads. None: the target's."""
+    head_dim: int | None = Field(None, ge=2)
+    """Width of a head. None: the target's."""
+    rope_theta: float | None = Field(None, gt=0)
+    """Base of the rotary frequencies, plain and unscaled. None: the target's."""
+    rms_norm_eps: float = Field(1e-6, gt=0)
+    """Added to the mean square in every norm (Qwen3: 1e-6)."""
 
+    def resolve(self, target: Target) -> Self:
+        """The config with every None that the target decides replaced by its value. Raises ValueError if it cannot be."""
+        settings, own_heads = target.text_config.to_dict(), target.text_config.num_attention_heads
+        taps = self.taps or spread_taps(self.num_layers, target)
+        check_taps(taps, target)
+        heads = self.num_heads or own_heads
+        kv_heads = self.num_kv_heads or settings.get("num_key_value_heads") or heads
+        width = self.head_dim or settings.get("head_dim") or target.hidden_size // own_heads
+        if heads % kv_heads or width % 2:
+            raise ValueError(
+                f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads}) and head_dim ({width}) even. Set them in "
+                "the recipe's head."
+            )
+        sizes = {
+            "taps": taps,
+            "intermediate_size": self.intermediate_size or settings.get("intermediate_size") or 4 * target.hidden_size,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": width,
+            "rope_theta": self.rope_theta or rotary_base(target),
+        }
+        return self.model_copy(update=sizes)
 
-def layer_sizes(
-    target: Target, intermediate_size: int | None, num_heads: int | None, num_kv_heads: int | None, head_dim: int | None
-) -> Sizes:
-    """The given sizes, the target's for None. Raises ValueError if they do not fit each other."""
-    settings, own_heads = target.text_config.to_dict(), target.text_config.num_attention_heads
-    heads = num_heads or own_heads
-    kv_heads = num_kv_heads or settings.get("num_key_value_heads") or heads
-    width = head_dim or settings.get("head_dim") or target.hidden_size // own_heads
-    if heads % kv_heads or width % 2:
-        raise ValueError(
-            f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads}) and head_dim ({width}) even. Set them in "
-            "the recipe's head."
-        )
-    inner = intermediate_size or settings.get("intermediate_size") or 4 * target.hidden_size
-    return Sizes(intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
+    def shape(self, target: Target) -> LayerShape:
+        """Sizes of the layers, of a resolved config."""
+        sizes = self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim
+        inner, heads, kv_heads, head_width = (size or 0 for size in sizes)
+        assert min(inner, heads, kv_heads, head_width) > 0, "the config has not been resolved"
+        return LayerShape(target.hidden_size, inner, heads, kv_heads, head_width, self.rms_norm_eps)
+
+    def public_fields(self, target: Target) -> dict[str, Any]:
+        """Of a resolved config: what transformers and serving engines read of the layers, every default written out, the
+        rotary base in the spellings of transformers 5 and 4."""
+        return {
+            "model_type": "qwen3",
+            "hidden_size": target.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * self.num_layers,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "vocab_size": target.vocab_size,
+            "max_position_embeddings": target.max_length,
+            "num_target_layers": target.num_layers,
+            "target_layer_ids": list(self.taps or ()),
+        }
 
 
 def rotary_base(target: Target) -> float:
@@ -58,7 +112,8 @@ def check_taps(taps: tuple[int, ...], target: Target) -> None:
     last = max(1, target.num_layers - 1)
     if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < last:
         raise ValueError(
-            f"taps {taps} must be 0-based layer outputs below {last}, the target's last. Choose earlier ones."
+            f"taps must be ascending, distinct 0-based layer outputs below {last}, the target's last; got {taps}. Sort them, drop "
+            "repeats and choose earlier ones."
         )
 
 

@@ -107,46 +107,45 @@ class Medusa(TrainedDrafter):
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
         """Head `step` on rows of the target's last hidden state: (..., D) -> (..., W)."""
-        states = self.blocks[step](hidden)
+        states: Tensor = self.blocks[step](hidden)
         if self.config.own_lm_head:
-            return self.projections[step](states)
+            logits: Tensor = self.projections[step](states)
+            return logits
         return self.target.logits(states.to(self.target.dtype), self.vocabulary.token_map)
 
     def loss(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
-        sums, counts, survived, reached = [], [], [], []
-        hidden = teacher.hidden.to(next(self.parameters()).dtype)
-        target_logits = self._target_logits(teacher) if objective.uses_target else None
-        alive = torch.ones_like(teacher.supervised)
+        masks = torch.stack([teacher.step_mask(step) for step in range(self.num_steps)]).flatten(1)  # (K, B*T)
+        rows = _rounded(masks.any(dim=0))  # (R,)
+        hidden = teacher.hidden.flatten(0, 1)[rows].to(next(self.parameters()).dtype)
+        target_logits = self._target_logits(teacher, rows) if objective.uses_target else None
+        sums, survived, reached = [], [], []
+        alive = torch.ones_like(rows, dtype=torch.bool)
         for step in range(self.num_steps):
-            rows = teacher.step_mask(step)
-            labels, known = self.vocabulary.labels(teacher.step_labels(step)[rows])
-            logits = self.logits(hidden[rows], step)
-            truth = None if target_logits is None else target_logits(rows, step)
-            sums.append((objective(logits, labels, truth) * known).sum())
-            counts.append(rows.sum())
-            right = torch.zeros_like(rows)
-            right[rows] = (logits.argmax(dim=-1) == labels) & known
-            alive = alive & rows
+            counted = masks[step, rows]
+            counted[int(masks.any(dim=0).sum()) :] = False  # the rows that fill up
+            labels, known = self.vocabulary.labels(teacher.step_labels(step).flatten()[rows])
+            logits = self.logits(hidden, step)
+            truth = None if target_logits is None else target_logits(step)
+            sums.append((objective(logits, labels, truth) * (known & counted)).sum())
+            alive = alive & counted
             reached.append(alive.sum())
-            alive = alive & right
+            alive = alive & (logits.argmax(dim=-1) == labels) & known
             survived.append(alive.sum())
         weights = tuple(self.config.head_decay**step for step in range(self.num_steps))
-        return LossSums(torch.stack(sums), torch.stack(counts), weights, torch.stack(survived), torch.stack(reached))
+        return LossSums(torch.stack(sums), masks.sum(dim=1), weights, torch.stack(survived), torch.stack(reached))
 
-    def _target_logits(self, teacher: TeacherBatch) -> Callable[[Tensor, int], Tensor]:
-        """The target's logits for what head `step` proposes at `rows`: they stand at position t+1+step.
+    def _target_logits(self, teacher: TeacherBatch, rows: Tensor) -> Callable[[int], Tensor]:
+        """The target's logits for what each head proposes at `rows` (R,): they stand at position t+1+step.
 
         Every position is computed once, although up to K heads ask for it.
         """
-        masks = [torch.roll(teacher.step_mask(step), step + 1, dims=1) for step in range(self.num_steps)]
-        needed = torch.stack(masks).any(dim=0)  # (B, T)
-        logits = teacher.logits(teacher.hidden[needed], self.vocabulary.token_map)
-        index = needed.flatten().cumsum(0).view_as(needed) - 1
-
-        def at(rows: Tensor, step: int) -> Tensor:
-            return logits[torch.roll(index, -(step + 1), dims=1)[rows]]
-
-        return at
+        length = teacher.hidden.shape[0] * teacher.hidden.shape[1]
+        ahead = [(rows + step + 1).clamp(max=length - 1) for step in range(self.num_steps)]
+        needed = torch.zeros(length, dtype=torch.bool, device=rows.device)
+        needed[torch.cat(ahead)] = True
+        logits = teacher.logits(teacher.hidden.flatten(0, 1)[_rounded(needed)], self.vocabulary.token_map)
+        index = needed.cumsum(0) - 1
+        return lambda step: logits[index[ahead[step]]]
 
     @torch.no_grad()
     def ranks(self, teacher: TeacherBatch) -> Tensor:
@@ -170,7 +169,19 @@ class Medusa(TrainedDrafter):
         state.hidden[seen.rows] = seen.last(seen.hidden)
 
     def draft(self, state: MedusaState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        if not self.topology.paths:  # fit_tree found that drafting does not pay here
+            return TokenTree.root(anchors)
         hidden = state.hidden[: len(anchors)]
         width = self.topology.width
         best = [self.logits(hidden, step).topk(width, dim=-1).indices for step in range(self.topology.depth)]
         return self.topology.fill(anchors, self.vocabulary.to_target(torch.stack(best, dim=1)))  # (B, K, R)
+
+
+def _rounded(chosen: Tensor, multiple: int = 256) -> Tensor:
+    """Indices of a mask (N,), the first one repeated until their number is a multiple.
+
+    Matrix products of ever new shapes make the CPU's kernel cache and the allocator grow without end.
+    """
+    found = chosen.nonzero()[:, 0]
+    short = -len(found) % multiple
+    return torch.cat([found, found[:1].expand(short) if len(found) else found.new_zeros(short)])

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
 
 from .cache import Plan
 
@@ -56,4 +55,8 @@ def attend(
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, attend)
+def register() -> None:
+    """Make `attend` known to transformers under NAME. Imported late: transformers' modelling code takes seconds to load."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)

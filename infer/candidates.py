@@ -45,8 +45,10 @@ class DraftBeams(DraftReader):
         growth = DynamicGrowth(self.shape, anchors)
         logits, ended = opening.logits[:, None], torch.zeros_like(beams.valid)  # (B, M, V), (B, M): at first the root's
         while True:
-            best = self._scores(logits, opening.lengths + growth.depth + 1, sampling).topk(self.shape.width, dim=-1)
-            frontier = growth.add(best.indices, best.values.masked_fill(ended[:, :, None], -torch.inf))
+            scores = self._scores(logits, opening.lengths + growth.depth + 1, sampling)
+            best = scores.topk(self.shape.width, dim=-1)
+            worth = best.values - scores.logsumexp(dim=-1, keepdim=True)
+            frontier = growth.add(best.indices, worth.masked_fill(ended[:, :, None], -torch.inf))
             if frontier is None:
                 break
             above = beams.num_nodes - logits.shape[1] + frontier.origin

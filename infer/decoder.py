@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .decode import Engine
 from .drafter import Drafter
@@ -72,17 +73,20 @@ class SpeculativeDecoder:
         """Token ids of a prompt; text and messages go through the target's chat template."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if prompt and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]  # type: ignore[call-overload]
-        return list(
-            self.target.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) == len(prompt):
+            return ids
+        messages: Any = [dict(message) for message in prompt if isinstance(message, Mapping)]
+        rendered: Any = self.target.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
         )
+        return list(rendered)
 
     def _request(self, name: str, prompt: Prompt, limit: int, sampling: SamplingParams | None) -> Request:
         return Request(name, self.encode(prompt), limit, sampling or SamplingParams())
 
     def _text(self, output: Output) -> str:
-        return self.target.tokenizer.decode(output.tokens, skip_special_tokens=True)
+        return str(self.target.tokenizer.decode(output.tokens, skip_special_tokens=True))
 
     def _answer(self, output: Output) -> Answer:
         return Answer(self._text(output), output.tokens, output.finish, output.stats)

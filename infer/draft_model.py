@@ -51,7 +51,9 @@ class DraftState:
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens per row."""
         self.cache.reserve(length)
-        self.text = pad(self.text, (0, self.cache.capacity - self.text.shape[1]))
+        missing = self.cache.capacity - self.text.shape[1]
+        if missing:
+            self.text = pad(self.text, (0, missing))
 
 
 @dataclass(frozen=True)
@@ -157,15 +159,16 @@ class DraftReader:
         return tokens.clamp(max=self.model.vocab_size - 1)
 
     def _scores(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-        """log softmax of what the coupled choice maximises: (B, M, V) float32 for tokens at positions (B,).
+        """What the coupled choice maximises, (B, M, V), for tokens at positions (B,); not normalised.
 
         That is log q for greedy rows and log q + G, with the target's own noise, for sampled ones.
         """
         if sampling.is_greedy:
-            return logits.float().log_softmax(dim=-1)
+            return logits.float()
         noise = sampling.gumbel(positions[:, None].expand(logits.shape[:2]), logits.shape[-1])
-        greedy = (sampling.temperature == 0)[:, None, None]
-        return torch.where(greedy, logits.float(), sampling.log_probs(logits) + noise).log_softmax(dim=-1)
+        noisy = sampling.log_probs(logits) + noise
+        greedy = sampling.temperature == 0
+        return torch.where(greedy[:, None, None], logits.float(), noisy) if bool(greedy.any()) else noisy
 
     def _ends(self, tokens: Tensor) -> Tensor:
         """Which tokens end an answer: nothing is drafted after them."""
@@ -194,37 +197,40 @@ class DraftModel(DraftReader):
             return TokenTree.root(anchors)
         at, alive, logits = opening.lengths, opening.alive, opening.logits
         confidence = torch.ones_like(logits[:, 0], dtype=torch.float32)
-        tokens, valid, rows_drawn_from = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(self.depth):
-            scores = self._rows(logits, at + 1 + step, sampling)
-            token = (
-                draw_next(scores, step, lengths=at, seeds=sampling.seeds) if self.is_drawn else scores.argmax(dim=-1)
-            )
+            if self.is_drawn:
+                scores = sampling.log_probs(logits[:, None])[:, 0]
+                token = draw_next(scores, step, lengths=at, seeds=sampling.seeds)
+                probs.append(scores.exp())
+            else:
+                scores = self._scores(logits[:, None], at + 1 + step, sampling)[:, 0]
+                token = scores.max(dim=-1).indices  # several times faster than argmax on a CPU
             tokens.append(token)
             valid.append(alive)
-            rows_drawn_from.append(scores)
-            confidence = confidence * scores.gather(1, token[:, None])[:, 0].exp()
+            if self.min_confidence > 0:
+                confidence = confidence * (scores.gather(1, token[:, None])[:, 0] - scores.logsumexp(dim=-1)).exp()
             alive = alive & (confidence >= self.min_confidence) & ~self._ends(token)
             if step + 1 == self.depth or (self.min_confidence > 0 and not bool(alive.any())):
                 break
-            state.read[: len(at)] += 1
-            tree, slot = TokenTree.root(self._known(token)), at + 1 + step
-            hidden = self.model.verify(tree, slot, state.cache, longest=opening.longest + 1 + step).hidden
-            logits = self._logits(hidden[:, 0])
+            logits = self._read_next(state, token, opening, step)
         draft = torch.stack(tokens, dim=1)
         state.text[: len(at)].scatter_(1, at[:, None] + 1 + torch.arange(len(tokens), device=at.device), draft)
-        probs = torch.stack(rows_drawn_from, dim=1).exp() if self.is_drawn else None
-        return TokenTree.chain(anchors, draft, valid=torch.stack(valid, dim=1), probs=probs)
+        rows_drawn_from = torch.stack(probs, dim=1) if probs else None
+        return TokenTree.chain(anchors, draft, valid=torch.stack(valid, dim=1), probs=rows_drawn_from)
 
-    def _rows(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-        """(B, V) log-probabilities of the next proposal."""
-        if self.is_drawn:
-            return sampling.log_probs(logits[:, None])[:, 0]
-        return self._scores(logits[:, None], positions, sampling)[:, 0]
+    def _read_next(self, state: DraftState, token: Tensor, opening: Opening, step: int) -> Tensor:
+        """(B, V): logits after `token` (B,), number `step` of the draft."""
+        tree, slot = TokenTree.root(self._known(token)), opening.lengths + 1 + step
+        reading = self.model.verify(tree, slot, state.cache, longest=opening.longest + 1 + step)
+        state.read[: len(slot)] = slot + 1
+        return self._logits(reading.hidden[:, 0])
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
     """Raise ValueError unless every token id that both tokenizers know is the same token. Sizes may differ (padding)."""
+    if model.tokenizer is target.tokenizer:
+        return
     ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
     if ours == theirs:
         return

@@ -133,10 +133,9 @@ class Lookahead:
     def observe(self, state: list[Row | None], seen: Observation) -> None:
         texts = seen.texts()
         if seen.logits is None:
-            for row, text in enumerate(texts, start=seen.rows.start):
-                state[row] = Row(text, window=self.window, ngram=self.ngram, guesses=self.guesses)
+            state[seen.rows] = [Row(text, window=self.window, ngram=self.ngram, guesses=self.guesses) for text in texts]
             return
-        last_level = seen.logits[:, -self.window :].argmax(dim=-1).tolist()
+        last_level = seen.logits[:, -self.window :].max(dim=-1).indices.tolist()
         for row, text, new in zip(state[seen.rows], texts, last_level):
             assert row is not None, "a row was observed before its prompt"
             row.advance(text[0], new)

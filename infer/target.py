@@ -13,16 +13,18 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import attention, embedded
 from .cache import Decode, KVCache, Packed, Plan
 from .tree import TokenTree
+
+if TYPE_CHECKING:  # transformers' modelling code takes seconds to load; nothing here needs it before a model does
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,6 +49,7 @@ class Target:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str = "in-memory"
     ) -> None:
         _refuse_recurrent(model)
+        attention.register()
         self.name = name
         self.model = model.eval().requires_grad_(False)
         model.config._attn_implementation = attention.NAME
@@ -73,6 +76,8 @@ class Target:
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         folder = embedded.resolve(name)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
@@ -83,7 +88,9 @@ class Target:
                 "weights, or a Hugging Face id that this machine can reach."
             ) from error
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(model.to(device), tokenizer, name=name)
+        module: nn.Module = model  # its `to` is wrapped in a way that type checkers misread
+        module.to(device)
+        return cls(model, tokenizer, name=name)
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +141,7 @@ class Target:
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
-            "tied": bool(self.head.weight.data_ptr() == self.embedding.weight.data_ptr()),
+            "tied": any(parameter is self.head.weight for parameter in self.embedding.parameters()),
         }
 
     def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
@@ -143,7 +150,7 @@ class Target:
         vocabulary: (W,) int64; only these tokens' logits are computed, (..., W).
         """
         if vocabulary is None:
-            logits = self.head(hidden)
+            logits: Tensor = self.head(hidden)
         else:
             bias = self.head.bias
             logits = F.linear(hidden, self.head.weight[vocabulary], None if bias is None else bias[vocabulary])

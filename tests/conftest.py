@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+# Slow tests use the threads asked for, else all cores; fast ones use one. On a busy machine ask for 1: waiting costs dearly.
+os.environ.setdefault("SLOW_THREADS", os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -43,8 +45,6 @@ CORPUS = [
     "to write a function that returns the sum of two numbers, add the first number to the second number",
 ]
 
-SLOW_THREADS = max(1, len(os.sched_getaffinity(0)))
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first, whatever file they are in; CUDA tests skip themselves where there is no CUDA."""
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fixed_conditions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One seed everywhere; one thread for fast tests, all cores for slow ones; no global state left changed."""
-    threads = SLOW_THREADS if request.node.get_closest_marker("slow") else 1
+    threads = int(os.environ["SLOW_THREADS"]) if request.node.get_closest_marker("slow") else 1
     monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -24,6 +24,12 @@ def main() -> int:
         rank = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"error: {rank}{error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(
+            "interrupted between checkpoints; those of the run are whole, --resume goes on from the newest",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:
         if not result.is_finished:
             print(

@@ -139,19 +139,20 @@ def _begin(
 
 def _drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> TrainedDrafter:
     torch.manual_seed(recipe.seed)
-    build: Callable[..., TrainedDrafter] = METHODS[recipe.head.method][1]
+    method = METHODS[recipe.head.method][1]
     if recipe.init is not None:
-        drafter = build(recipe.head, target)
+        drafter = method.from_folder(recipe.head, target, Path(recipe.init))
         _warm_start(drafter, Path(recipe.init), target)
         return drafter
     size = recipe.head.model_dump().get("draft_vocab_size")
     if size is None:
-        return build(recipe.head, target)
+        return method(recipe.head, target)
     token_map = choose_vocabulary(samples, size, always=target.eos_ids, vocab_size=target.vocab_size)
     print(
         f"draft vocabulary: {size} tokens cover {coverage(samples, token_map):.2%} of the supervised ones",
         file=sys.stderr,
     )
+    build: Callable[..., TrainedDrafter] = method  # those with a draft vocabulary take its token map
     return build(recipe.head, target, token_map=token_map)
 
 

@@ -66,7 +66,7 @@ def save(
     write error, leaving earlier checkpoints as they are."""
     accelerator, place = engine.accelerator, folder / f"step-{position.step:06d}"
     work = folder / f".writing-{place.name}"
-    weights = engine.weights(model)
+    weights = engine.weights(model, drafter)
     try:
         if accelerator.is_main_process:
             shutil.rmtree(work, ignore_errors=True)

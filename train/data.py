@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..distill.features import join, teacher_batch
+from ..distill.features import pick, precompute, teacher_batch
 from ..distill.packing import Row, pack
 from ..distill.tokens import Sample, load_samples
 from ..heads import TeacherBatch, TrainedDrafter
@@ -38,19 +38,14 @@ class Rows:
     """Reads the rows."""
     taps: tuple[int, ...]
     """Layers to tap."""
-    kept: dict[int, TeacherBatch] | None
-    """Teacher batches of rows read so far, or None to read them anew each time. Kept rows are read one by one, so what
-    is kept does not depend on the order in which they are first needed."""
+    kept: TeacherBatch | None
+    """What the target computed on all rows beforehand, or None to read them anew each time."""
 
     def teach(self, indices: Sequence[int]) -> TeacherBatch:
         """The teacher batch of these rows, on the target's device."""
         if self.kept is None:
             return teacher_batch(self.target, [self.rows[index] for index in indices], taps=self.taps)
-        for index in indices:
-            if index not in self.kept:
-                read = teacher_batch(self.target, [self.rows[index]], taps=self.taps)
-                self.kept[index] = join([read], torch.device("cpu"))
-        return join([self.kept[index] for index in indices], self.target.device)
+        return pick(self.kept, indices, self.target.device)
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Tokens in these rows, padding left out."""
@@ -99,7 +94,8 @@ def prepare_rows(rows: Sequence[Row], drafter: TrainedDrafter, *, features: str,
             "two supervised tokens in a row), so nothing would be trained. Check the answers and the chat template with "
             "`draftsmith preview`."
         )
-    return Rows(rows, counts, drafter.target, drafter.taps, {} if features == "memory" else None)
+    kept = precompute(drafter.target, rows, taps=drafter.taps, progress=True) if features == "memory" else None
+    return Rows(rows, counts, drafter.target, drafter.taps, kept)
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
@@ -127,10 +123,21 @@ class Stream:
 
 
 def share(batch: Sequence[int], *, rank: int, world: int, most: int) -> list[list[int]]:
-    """The rows of process `rank` in micro-batches of at most `most`; equally many in each of `world` processes if the
-    batch divides over them."""
-    mine = batch[rank::world]
-    return [list(mine[first : first + most]) for first in range(0, len(mine), most)]
+    """The rows of process `rank` in micro-batches of at most `most`, equally many in each of `world` processes.
+
+    Where `most` divides a process' rows, the micro-batches of a step are the same for any number of processes.
+    """
+    assert len(batch) % world == 0, f"{len(batch)} rows do not divide over {world} processes"
+    size = len(batch) // world
+    mine = batch[rank * size : (rank + 1) * size]
+    return [list(mine[first : first + most]) for first in range(0, size, most)]
+
+
+def seed_draws(*keys: int) -> None:
+    """Seed everything that a method draws in one forward, from what it draws for: never from what was drawn before, so
+    that a continued run and any number of processes draw the same."""
+    digest = hashlib.sha256(repr(keys).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little"))
 
 
 @lru_cache(maxsize=4)

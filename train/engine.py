@@ -2,7 +2,8 @@
 
 Facts about accelerate 1.15 and DeepSpeed 0.19 that this file answers for:
 - without CUDA, torchrun's processes join as "no distribution" unless `cpu=True` is given, and gradients are not
-  synchronised, without an error; with `cpu=True`, DeepSpeed is switched off, without an error;
+  synchronised, without an error; with `cpu=True`, DeepSpeed and FSDP are switched off, without an error. FSDP runs on
+  CPU once accelerate takes the processes for those of several devices;
 - DeepSpeed asks for its batch size, clipping and 16-bit gathering in its own config, beside the training code;
 - under ZeRO-3 accelerate tells transformers to split every model it loads, the frozen target too; it is told otherwise;
 - DeepSpeed averages gradients over processes and micro-steps; so does accelerate. `loss_scale` undoes both;
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -84,25 +85,24 @@ class Engine:
         else:
             yield
 
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole drafter's tensors (on process 0; maybe empty elsewhere), gathered where they are sharded."""
-        return self.accelerator.get_state_dict(model) or {}
+    def weights(self, model: nn.Module, drafter: TrainedDrafter) -> dict[str, Tensor]:
+        """The drafter's whole tensors under the names of its own `state_dict`, on process 0 (elsewhere empty); a
+        collective call."""
+        whole = self.accelerator.get_state_dict(model)
+        return {name: whole[name] for name in drafter.state_dict()} if self.rank == 0 else {}
 
 
 def join(recipe: Recipe) -> Engine:
     """Join the processes of this launch. Raises ValueError if they do not divide the recipe's batch or the launch
-    config asks for what is not there."""
+    config contradicts the recipe."""
     on_cpu = not torch.cuda.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
-    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
-        raise ValueError(
-            "accelerate offers FSDP on GPUs only, and none is visible here. Launch with configs/accelerate/ddp.yaml or "
-            "zero2.yaml, which run on CPU as well."
-        )
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no other
     if on_cpu and deepspeed:
         _compile_nothing()
+    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and "LOCAL_RANK" in os.environ else []
     accelerator = Accelerator(cpu=on_cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
     world = accelerator.num_processes

@@ -27,6 +27,7 @@ from torch import Tensor
 from . import checkpoint
 from .assembly import RUN, Run, assemble
 from .checkpoint import DRAFTER, Position
+from .data import seed_draws
 from .interrupt import Interrupt
 from .metrics import Tally, Totals, evaluate
 from .recipe import Recipe
@@ -60,7 +61,7 @@ def train(recipe: Recipe, *, resume: bool) -> TrainResult:
     at, measured = run.position, run.measured
     tracker = Tracker(recipe, is_main=run.is_main, total=run.num_steps, step=at.step, settings=run.description)
     budget = math.inf if recipe.minutes is None else 60 * recipe.minutes
-    began, is_asked, saved = time.monotonic() - at.seconds, False, at.step
+    began, is_asked, saved = time.monotonic() - at.seconds, False, at.step or None
     with Interrupt() as interrupt:
         while at.step < run.num_steps:
             seconds, is_asked = run.engine.agree(time.monotonic() - began, interrupt.asked)
@@ -99,9 +100,9 @@ def take_step(run: Run, batch: Sequence[int], counts: Tensor, *, step: int, lr: 
     accelerator, model, tally = run.engine.accelerator, run.model, Tally()
     for group in run.optimiser.param_groups:
         group["lr"] = lr
-    torch.manual_seed((run.recipe.seed * 1_000_003 + step) * 1_009 + run.engine.rank)
     for micro in run.share(batch):
         teacher = run.rows.teach(micro)
+        seed_draws(run.recipe.seed, step, *micro)
         with accelerator.accumulate(model):  # gradients are exchanged in the last micro-step only
             with run.autocast():
                 out = model(teacher, run.objective)
@@ -161,7 +162,7 @@ def _save(run: Run, tracker: Tracker, at: Position, measured: dict[str, Any]) ->
 def _finish(run: Run, tracker: Tracker, at: Position, measured: dict[str, Any], *, is_finished: bool) -> TrainResult:
     out = Path(run.recipe.out)
     drafter = out / DRAFTER if is_finished else checkpoint.checkpoints(run.checkpoints)[-1] / DRAFTER
-    weights = run.engine.weights(run.model)
+    weights = run.engine.weights(run.model, run.drafter)
     if run.is_main:
         if is_finished:
             run.drafter.save(drafter, binding=replace(run.binding, measured=measured), weights=weights)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..heads import LossSums, Objective, TrainedDrafter
 from ..infer.tree_search import rank_accuracy
-from .data import Rows
+from .data import Rows, seed_draws
 
 RANKS = 16
 """Candidates per step whose accuracy is measured."""
@@ -133,6 +133,7 @@ def evaluate(
     drafter.eval()
     for indices, weight in _shares(len(rows.rows), accelerator.process_index, accelerator.num_processes, size):
         teacher = rows.teach(indices)
+        seed_draws(*indices)
         tally.add(drafter.loss(teacher, objective), weight=weight)
         ranks = drafter.ranks(teacher)  # (B, T, K)
         found.append(ranks[ranks[..., 0] >= 0].cpu() if weight else ranks.new_empty(0, ranks.shape[-1]).cpu())
@@ -141,14 +142,12 @@ def evaluate(
     return HeldOut(tally.reduce(accelerator), rank_accuracy(torch.cat(everywhere), width=RANKS))
 
 
-def _shares(num_rows: int, rank: int, world: int, rows_per_forward: int) -> Iterator[tuple[list[int], int]]:
-    """This process' batches and their weight. Every process gets equally many, as sharded weights are gathered by all
-    together; one that has run out of rows reads row 0 again with weight 0."""
-    mine = range(rank, num_rows, world)
-    most = len(range(0, num_rows, world))  # rank 0's share is the largest
-    for first in range(0, most, rows_per_forward):
-        indices = list(mine[first : first + rows_per_forward])
-        yield (indices, 1) if indices else ([0], 0)
+def _shares(num_rows: int, rank: int, world: int, size: int) -> Iterator[tuple[list[int], int]]:
+    """This process' batches and their weight. The batches are the same for any number of processes, and every process
+    gets equally many, as sharded weights are gathered by all together; one that has run out reads row 0 with weight 0."""
+    batches = [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
+    for first in range(0, len(batches), world):
+        yield (batches[first + rank], 1) if first + rank < len(batches) else ([0], 0)
 
 
 def _ints(numbers: list[float]) -> list[int]:

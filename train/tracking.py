@@ -1,7 +1,8 @@
 """Where a run's figures go: metrics.jsonl and timing.jsonl always, Weights & Biases where wanted, a progress line.
 
 metrics.jsonl holds one line per step (`train/...`) and per evaluation (`held_out/...`), nothing that depends on the
-clock, so a run that was killed and continued leaves the same file as one that was not. timing.jsonl has the clock.
+clock, so a run that was killed and continued leaves the same file as one that was not. timing.jsonl has the clock:
+seconds and tokens since the process began its first step.
 """
 
 from __future__ import annotations

@@ -139,3 +139,13 @@ def test_a_target_that_does_not_exist_is_an_error_that_says_what_can_be_named(cl
     assert ran.exit_code == 2
     assert "./nowhere" in ran.stderr
     assert "smollm2-135m" in ran.stderr
+
+
+@pytest.mark.slow
+def test_the_embedded_target_writes_the_same_text_with_drafts_from_the_prompt(cli: Cli) -> None:
+    settings = ("generate", "Repeat after me: a b c a b c a b c", "--max-new-tokens", 24)
+    plain = cli(*settings)
+    drafted = cli(*settings, "--drafter", "prompt-lookup")
+    assert plain.exit_code == drafted.exit_code == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout
+    assert "accepted 0" not in drafted.stderr

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from draftsmith.distill.features import frozen_logits, join, precompute, teacher_batch
+from draftsmith.distill.features import frozen_logits, pick, precompute, teacher_batch
 from draftsmith.distill.packing import Row, pack
 from draftsmith.distill.tokens import Sample
 from draftsmith.infer.target import Target
@@ -49,22 +49,25 @@ def test_logits_are_the_target_s_and_carry_no_gradient(tiny_target: Target) -> N
     assert torch.equal(logits, tiny_target.logits(hidden).detach())
 
 
-def test_precomputed_rows_joined_equal_the_batch_computed_online(tiny_target: Target) -> None:
+def test_picked_precomputed_rows_equal_the_batch_computed_online(tiny_target: Target) -> None:
     rows = packed()
     stored = precompute(tiny_target, rows, taps=(1,))
-    joined, online = join(stored, tiny_target.device), teacher_batch(tiny_target, rows, taps=(1,))
+    some = [2, 0]
+    joined = pick(stored, some, tiny_target.device)
+    online = teacher_batch(tiny_target, [rows[index] for index in some], taps=(1,))
     for name in ("tokens", "segments", "positions", "supervised"):
         assert torch.equal(getattr(joined, name), getattr(online, name))
     torch.testing.assert_close(joined.hidden, online.hidden, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(joined.features, online.features, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(joined.logits(joined.hidden), online.logits(online.hidden), atol=1e-4, rtol=1e-4)
-    assert join(precompute(tiny_target, rows, taps=()), tiny_target.device).features is None
+    assert pick(precompute(tiny_target, rows, taps=()), [0], tiny_target.device).features is None
 
 
 def test_precompute_prints_its_size_first(tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
     stored = precompute(tiny_target, packed() * 60, taps=(0, 1))
-    held = sum(batch.hidden.nbytes + (0 if batch.features is None else batch.features.nbytes) for batch in stored)
-    assert f"{len(stored)} rows need {held / 2**20:.0f} MiB" in capsys.readouterr().err
+    assert stored.features is not None
+    held = stored.hidden.nbytes + stored.features.nbytes
+    assert f"{len(stored.hidden)} rows need {held / 2**20:.0f} MiB" in capsys.readouterr().err
 
 
 def test_a_target_that_computes_nan_stops_with_the_documents_named(build_target: Callable[..., Target]) -> None:

@@ -121,6 +121,38 @@ def test_lk_still_pulls_where_tvd_has_gone_flat() -> None:
     assert slopes["lk"] > 0.1
 
 
+@pytest.mark.parametrize("name", AGAINST_TARGET)
+def test_a_teacher_of_few_tokens_never_sees_more_divergence_and_all_of_it_in_the_end(name: str) -> None:
+    draft, labels, target = logits()
+    whole = make_objective(config(name))(draft, labels, target)
+    before = torch.zeros_like(whole)
+    for k in range(1, 10):
+        value = make_objective(config(name, teacher_top_k=k))(draft, labels, target)
+        assert (value >= before - 1e-12).all(), "one bucket more can only tell more"
+        assert (value <= whole + 1e-12).all()
+        before = value
+    assert float((whole - before).detach().max()) > 0, "two tokens are still one"
+    torch.testing.assert_close(make_objective(config(name, teacher_top_k=10))(draft, labels, target), whole)
+
+
+def test_what_a_teacher_of_few_tokens_misses_is_bounded_by_the_tails() -> None:
+    """In total variation: at most the larger tail, so an acceptance rate known to a thousandth needs a tail of that."""
+    draft, labels, target = logits()
+    missed = [make_objective(config("tvd", **more))(draft, labels, target) for more in ({}, {"teacher_top_k": 4})]
+    p, q = target.softmax(-1), draft.softmax(-1)
+    inside = torch.zeros_like(p).scatter(-1, p.topk(4).indices, 1.0).bool()
+    tails = torch.maximum(p.masked_fill(inside, 0).sum(-1), q.masked_fill(inside, 0).sum(-1))
+    assert (missed[0] - missed[1] <= tails + 1e-12).all()
+    assert float((missed[0] - missed[1]).detach().max()) > 0
+
+
+@pytest.mark.parametrize("name", AGAINST_TARGET)
+def test_a_teacher_of_few_tokens_gives_the_gradient_of_what_it_compares(name: str) -> None:
+    draft, labels, target = logits(rows=4, width=6)
+    objective = make_objective(config(name, teacher_top_k=3))
+    assert torch.autograd.gradcheck(lambda z: objective(z, labels, target), (draft,))
+
+
 def test_a_mix_is_the_weighted_sum() -> None:
     draft, labels, target = logits()
     mixed = make_objective(ObjectiveConfig(mix={"cross_entropy": 0.1, "forward_kl": 2.0}))(draft, labels, target)
@@ -145,6 +177,7 @@ def test_only_cross_entropy_does_without_the_target(name: str) -> None:
         ({"name": "tvd", "beta": 0.2}, "beta applies to jsd only"),
         ({"name": "jsd", "beta": 1.0}, "less than 1"),
         ({"name": "cross_entropy", "temperature": 2}, "does not apply to cross_entropy"),
+        ({"name": "cross_entropy", "teacher_top_k": 8}, "teacher_top_k does not apply to cross_entropy"),
         ({"name": "kl"}, "Input should be 'cross_entropy', 'forward_kl'"),
         ({"name": "tvd", "weight": 1}, "Extra inputs are not permitted"),
     ],

@@ -24,11 +24,17 @@ SMALL: dict[str, dict[str, object]] = {
         "sample_from_anchor": True,
         "num_layers": 2,
         "mask_token_id": 0,
-        "num_anchors": 24,
+        "num_anchors": 16,
         "markov_head_type": "vanilla",
         "markov_rank": 16,
         "enable_confidence_head": True,
         "best_first": {"nodes": 8, "width": 3},
+    },
+    "pard": {
+        "keep_layers": (0, 3),
+        "num_steps": 3,
+        "mask_token_id": 0,
+        "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)),
     },
     "draft_model": {"keep_layers": (0, 3), "num_steps": 3, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
 }

@@ -27,7 +27,12 @@ _SMALL = {
 
 def _gemma2() -> PreTrainedModel:
     config = hf.Gemma2Config(
-        **_SMALL, head_dim=8, sliding_window=8, query_pre_attn_scalar=8, attn_logit_softcapping=20.0, final_logit_softcapping=10.0
+        **_SMALL,
+        head_dim=8,
+        sliding_window=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=20.0,
+        final_logit_softcapping=10.0,
     )
     return hf.Gemma2ForCausalLM(config)
 
@@ -58,7 +63,9 @@ def _gpt_neox() -> PreTrainedModel:
 
 def _moe(kind: str) -> PreTrainedModel:
     if kind == "mixtral":
-        return hf.MixtralForCausalLM(hf.MixtralConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        )
     return hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(**_SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     )

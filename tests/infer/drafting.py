@@ -18,6 +18,8 @@ from draftsmith.infer.target import Target
 from draftsmith.infer.tree import Topology
 from draftsmith.infer.verify import Verifier, sample_match
 
+NEW_TOKENS = 36
+
 SHAPE = Topology(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
@@ -74,7 +76,7 @@ def decode(
     prompt_ids: Sequence[Sequence[int]],
     *,
     rows: int = 4,
-    new_tokens: int | Sequence[int] = 40,
+    new_tokens: int | Sequence[int] = NEW_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verifier: Verifier = sample_match,
 ) -> list[Output]:

@@ -68,7 +68,11 @@ def test_document_holds_what_its_schema_says(tiny_target: Target, prompts: list[
         assert all(0 <= share <= 1 for share in part["acceptance"])
     for key in COUNTS:
         assert document["totals"][key] == sum(part[key] for part in document["categories"].values())
-    assert COUNTS | FIGURES | {"acceptance"} <= set(document["definitions"]) | {"tokens_per_s_plain", "ms_verify", "ms_host"}
+    assert COUNTS | FIGURES | {"acceptance"} <= set(document["definitions"]) | {
+        "tokens_per_s_plain",
+        "ms_verify",
+        "ms_host",
+    }
     assert len(document["answers"]) == len(prompts)
 
 

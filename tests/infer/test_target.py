@@ -14,7 +14,7 @@ from draftsmith.infer.decode import Engine, Request
 from draftsmith.infer.drafter import NoDraft
 from draftsmith.infer.sampling import Sampling
 from draftsmith.infer.target import Target
-from draftsmith.infer.tree import Topology, TokenTree
+from draftsmith.infer.tree import TokenTree, Topology
 
 from .architectures import ARCHITECTURES, VOCAB, build
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from draftsmith.heads.files import read_config
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Position, checkpoints
 from draftsmith.train.loop import train
@@ -31,8 +31,8 @@ def test_newest_checkpoints_stay_and_are_whole(finished: Path) -> None:
     assert run["recipe"]["head"]["num_heads"] == 3
     assert run["measured"]["step"] == 6
     assert {"argv", "versions", "source", "machine"} <= run.keys()
-    public = json.loads((checkpoints(finished)[-1] / "drafter" / "config.json").read_text())
-    assert public["binding"]["measured"] == run["measured"]
+    _, binding = read_config(checkpoints(finished)[-1] / "drafter")
+    assert binding.measured == run["measured"]
 
 
 def test_checkpoint_without_a_file_or_cut_short_is_damaged(finished: Path) -> None:

@@ -74,12 +74,18 @@ def test_two_processes_follow_the_loss_of_one(
     assert_follows(tmp_path / engine, alone, rel=1e-5)
 
 
-def test_zero3_killed_and_resumed_follows_too_and_refuses_another_engine(
-    uneven: Content, write_recipe: Callable[[Content], Path], launch: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize(("engine", "name"), [("zero3", "zero-3"), ("fsdp2", "fsdp2")])
+def test_split_weights_killed_and_resumed_follow_too_and_refuse_another_engine(
+    engine: str,
+    name: str,
+    uneven: Content,
+    write_recipe: Callable[[Content], Path],
+    launch: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
     uneven |= {"steps": 12, "save_every": 3}
     recipe, split, log = write_recipe(uneven), tmp_path / "split", tmp_path / "log"
-    process = launch("zero3", recipe, f"out={split}")
+    process = launch(engine, recipe, f"out={split}")
     alone = train(parse_recipe(uneven, source="test"), resume=False)
     ends = time.monotonic() + 300
     while not checkpoints(split / "checkpoints"):
@@ -90,10 +96,10 @@ def test_zero3_killed_and_resumed_follows_too_and_refuses_another_engine(
         member.send_signal(signal.SIGKILL)
     process.wait()
 
-    with pytest.raises(ValueError, match=r"saved under zero-3 and this launch is replicated; launch with the same"):
+    with pytest.raises(ValueError, match=f"saved under {name} and this launch is replicated; launch with the same"):
         train(parse_recipe(uneven | {"out": str(split)}, source="test"), resume=True)
 
-    assert launch("zero3", recipe, f"out={split}", "--resume").wait(300) == 0, log.read_text()
+    assert launch(engine, recipe, f"out={split}", "--resume").wait(300) == 0, log.read_text()
     assert_follows(split, alone, rel=1e-5)
 
 

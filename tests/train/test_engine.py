@@ -61,10 +61,3 @@ def test_deepspeed_config_against_the_recipe_is_an_error(
     config = json.loads((CONFIGS / "deepspeed" / "zero2.json").read_text()) | change
     with pytest.raises(ValueError, match=message):
         engine._configure_deepspeed(config, parse_recipe(content, source="test"), 1)
-
-
-def test_fsdp_without_a_gpu_is_refused_with_what_runs(content: Content, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"FSDP on GPUs only.*ddp.yaml or zero2.yaml"):
-        engine.join(parse_recipe(content, source="test"))

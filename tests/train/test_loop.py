@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.distill.tokens import load_samples
 from draftsmith.heads import load_drafter
+from draftsmith.heads.files import read_config
 from draftsmith.infer.target import Target
 from draftsmith.train import engine
 from draftsmith.train.assembly import assemble
@@ -37,10 +38,17 @@ def losses_of(result: TrainResult) -> list[float]:
     return [line["train/loss"] for line in read_lines(result.out / "metrics.jsonl") if "train/loss" in line]
 
 
+WITHOUT_DRAWS: dict[str, dict[str, object]] = {"dflash": {"num_anchors": 128}, "pard": {"keep_ratio": 1.0}}
+"""Settings under which these methods learn from every row instead of a sample of them."""
+
+
 @pytest.mark.parametrize("method", sorted(SMALL))
 def test_accumulated_steps_are_the_whole_step(method: str, content: Content, tmp_path: Path) -> None:
     """Four forwards of one row against one of four: uneven numbers of supervised tokens, one normalisation."""
-    content |= {"head": {"method": method} | SMALL[method], "optimiser": {"lr": 1e-3, "warmup_share": 0.5}}
+    content |= {
+        "head": {"method": method} | SMALL[method] | WITHOUT_DRAWS.get(method, {}),
+        "optimiser": {"lr": 1e-3, "warmup_share": 0.5},
+    }
     four = train(recipe_of(content, rows_per_forward=1, out=str(tmp_path / "4x1")), resume=False)
     one = train(recipe_of(content, rows_per_forward=4, out=str(tmp_path / "1x4")), resume=False)
     assert losses_of(four) == pytest.approx(losses_of(one), rel=1e-5)
@@ -83,7 +91,23 @@ def test_stored_trajectory(content: Content) -> None:
     assert len(drafter.measured["rank_accuracy"]) == drafter.num_steps
 
 
-TRAJECTORY = [16.334, 16.8145, 16.5706, 15.5721, 14.9242, 15.4365, 15.9087, 15.2523]
+TRAJECTORY = [16.772, 16.0687, 15.5337, 14.5562, 15.442, 15.5822, 15.396, 15.2735]
+
+
+@pytest.mark.parametrize("method", ["dflash", "pard"])
+def test_draws_follow_from_the_step_and_the_rows(method: str, content: Content) -> None:
+    """Whatever was drawn before: so a continued run draws what an uninterrupted one does."""
+    run = assemble(recipe_of(content, head={"method": method} | SMALL[method]), resume=False)
+    batch = run.stream.batch(0)
+    counts, saved = run.rows.counts[batch].sum(dim=0), {k: v.clone() for k, v in run.drafter.state_dict().items()}
+
+    def loss(step: int) -> float:
+        run.drafter.load_state_dict(saved)
+        torch.rand(17)
+        return take_step(run, batch, counts, step=step, lr=1e-9)[0].loss
+
+    assert loss(1) == loss(1)
+    assert loss(1) != loss(2)
 
 
 @pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
@@ -159,7 +183,7 @@ def test_wall_clock_budget_ends_the_run_fully_annealed(content: Content) -> None
 
 def test_warm_start_begins_where_the_other_run_ended(content: Content, tmp_path: Path) -> None:
     first = train(recipe_of(content, optimiser={"lr": 1e-2}, steps=12), resume=False)
-    head = json.loads((first.drafter / "config.json").read_text())["head"]
+    head, _ = read_config(first.drafter)
     changes = {"init": str(first.drafter), "head": head, "out": str(tmp_path / "second"), "optimiser": {"lr": 1e-9}}
     second = train(recipe_of(content, **changes), resume=False)
     assert second.measured["loss"] == pytest.approx(first.measured["loss"], rel=1e-5)
@@ -184,6 +208,9 @@ def test_process_shares_make_up_the_global_batch(content: Content) -> None:
         shares = [share(batch, rank=rank, world=world, most=4) for rank in range(world)]
         assert sorted(row for mine in shares for micro in mine for row in micro) == batch
         assert {len(mine) for mine in shares} == {engine.count_micro_steps(recipe, world)}
+    alone = share(batch, rank=0, world=1, most=3)
+    together = [micro for rank in range(2) for micro in share(batch, rank=rank, world=2, most=3)]
+    assert together == alone, "what a method draws for a micro-batch does not depend on the number of processes"
     with pytest.raises(
         ValueError, match=r"rows_per_step 12 does not divide over 5 processes; set it to a multiple of 5"
     ):

@@ -1,0 +1,55 @@
+"""The tree a trained drafter drafts: as saved, a chain, or fitted to this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli.arguments import open_drafter
+from draftsmith.heads import METHODS, Binding
+from draftsmith.infer.drafter import NoDraft
+from draftsmith.infer.target import Target
+
+from ..heads.laws import SMALL
+
+
+def saved(target: Target, folder: Path, accuracy: list[list[float]]) -> str:
+    """A Medusa drafter on disk that claims these rank accuracies."""
+    config, method = METHODS["medusa"]
+    binding = Binding(target=target.fingerprint(), template_hash="", measured={"rank_accuracy": accuracy})
+    method(config(**SMALL["medusa"]), target).save(folder, binding=binding)
+    return str(folder)
+
+
+def test_fit_drafts_a_deep_tree_where_heads_are_right(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = saved(tiny_target, tmp_path, [[0.99, 0.0]] * 3)
+    drafter = open_drafter(name, tiny_target, tree="fit", rows=1)
+    assert not isinstance(drafter, NoDraft)
+    assert "depth 3, expected tau 3.9" in capsys.readouterr().err
+
+
+def test_fit_decodes_plainly_where_heads_are_never_right(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = saved(tiny_target, tmp_path, [[0.0, 0.0]] * 3)
+    assert isinstance(open_drafter(name, tiny_target, tree="fit", rows=1), NoDraft)
+    assert "drafting does not pay" in capsys.readouterr().err
+
+
+def test_without_measured_accuracies_the_saved_tree_is_kept_and_it_says_so(
+    tiny_target: Target, drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not isinstance(open_drafter(str(drafter_dir), tiny_target, tree="fit", rows=1), NoDraft)
+    assert "tree: as saved" in capsys.readouterr().err
+
+
+def test_saved_and_chain_measure_nothing(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = saved(tiny_target, tmp_path, [[0.0]])
+    for tree in ("saved", "chain"):
+        assert not isinstance(open_drafter(name, tiny_target, tree=tree, rows=1), NoDraft)
+    assert capsys.readouterr().err == ""
