@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..infer.evaluate import EvalPrompt
     from ..infer.target import Target
 
-ANSWER_TOKENS = 128
-"""Limit of each answer that the heads learn from."""
+ASKED, ANSWER_TOKENS, ROWS = 480, 112, 64
+"""Shipped prompts that the target answers, the limit of each answer that the heads learn from, and the batch."""
 EVALUATED, EVALUATED_TOKENS = 20, 96
 """Held-out prompts decoded with and without the drafter, and the limit of each answer."""
 EXACT = 6
@@ -92,7 +92,12 @@ def _respond(target: Target, places: Places) -> None:
     from ..infer.sampling import SamplingParams
 
     report = respond(
-        target, load_conversations(None), places.responses, sampling=SamplingParams(), max_new_tokens=ANSWER_TOKENS
+        target,
+        load_conversations(None, limit=ASKED),
+        places.responses,
+        sampling=SamplingParams(),
+        max_new_tokens=ANSWER_TOKENS,
+        rows=ROWS,
     )
     print(f"{report.answered} answers, {report.resumed} from before, {report.tokens_per_s:.0f} tokens/s")
 

@@ -262,17 +262,14 @@ class _Tapping:
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    found = [
-        module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    found = [layers for layers in lists if len(layers) == count]
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no list of {count} decoder layers; its architecture is not supported."
-        )
+        raise ValueError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers.")
     return found[0]
 
 
-_RECURRENT = (
+_RECURRENT = [
     "mamba",
     "rwkv",
     "linear_attention",
@@ -283,7 +280,7 @@ _RECURRENT = (
     "bamba",
     "falcon_h1",
     "griffin",
-)
+]
 
 
 def _refuse_recurrent(model: PreTrainedModel) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
+import resource
 import signal
 import subprocess
 import sys
@@ -115,23 +114,21 @@ def test_a_prompt_longer_than_the_context_is_named(cli: Cli, tiny_target_dir: Pa
     assert "512" in ran.stderr
 
 
-def test_a_full_disk_ends_in_one_line_and_keeps_what_was_written(
-    cli: Cli, tiny_target_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_takes_no_more_ends_in_one_line_and_keeps_what_was_written(
+    cli: Cli, tiny_target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    out, sync, calls = tmp_path / "out.jsonl", os.fsync, []
-
-    def full_after_three(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) > 3:
-            raise OSError(errno.ENOSPC, "No space left on device", str(out))
-        sync(handle)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_after_three)
+    """The operating system itself refuses the write (a limit on file size), in the middle of a line."""
+    out = tmp_path / "out.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, hard))
+    try:
         ran = cli(*settings(tiny_target_dir, prompts, out), "--rows", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ran.exit_code == 2
-    assert "No space left on device" in ran.stderr
+    assert "File too large" in ran.stderr
     assert "Traceback" not in ran.output
+    assert 0 < out.read_bytes().count(b"\n") < 6
     assert cli(*settings(tiny_target_dir, prompts, out)).exit_code == 0
     assert len(answers(out)) == 6
 

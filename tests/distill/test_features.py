@@ -52,7 +52,7 @@ def test_logits_are_the_target_s_and_carry_no_gradient(tiny_target: Target) -> N
 def test_picked_precomputed_rows_equal_the_batch_computed_online(tiny_target: Target) -> None:
     rows = packed()
     stored = precompute(tiny_target, rows, taps=(1,))
-    some = [2, 0]
+    some = [1, 0]
     joined = pick(stored, some, tiny_target.device)
     online = teacher_batch(tiny_target, [rows[index] for index in some], taps=(1,))
     for name in ("tokens", "segments", "positions", "supervised"):
