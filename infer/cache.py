@@ -12,6 +12,7 @@ side by side without a cache row in sight: training and prefill), and `Decode` (
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class Plan:
+class Plan(ABC):
     """Visibility of one forward. Masks are additive, built once per forward and reused by all layers."""
 
     def __init__(self) -> None:
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
+    @abstractmethod
     def visible(self, window: int) -> Tensor:
         """(B or 1, N, S) bool; window 0 is full attention, else keys nearer than `window` positions."""
-        raise NotImplementedError
 
     def mask(self, *, groups: int, window: int, dtype: torch.dtype) -> Tensor:
         """(B or 1, 1, groups*N, S) additive mask for query heads folded into the length axis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import signal
@@ -162,7 +163,9 @@ def test_ctrl_c_keeps_finished_answers_and_the_run_goes_on(cli: Cli, tiny_target
     command = [str(word) for word in settings(tiny_target_dir, file, out)]
     command[command.index("--max-new-tokens") + 1] = "64"
     program = [str(Path(sys.executable).parent / "draftsmith"), *command, "--rows", "2"]
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True)
+    # A shell that starts the tests in the background has them ignore SIGINT, and children inherit that.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
         time.sleep(0.05)
