@@ -25,7 +25,7 @@ from .arguments import (
 from .report import reported
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from ..infer.evaluate import EvalPrompt
     from ..infer.sampling import SamplingParams
@@ -130,29 +130,29 @@ def eval_prompts(target: Target, source: str | None, *, split: str | None, limit
     return found
 
 
-def table(document: dict[str, Any]) -> Table:
-    """The document's figures, one line per category and one for the total."""
+def table(document: dict[str, Any]) -> Group:
+    """The document's figures, one line per category and one for the total: what was decoded, then how fast and whether
+    it was the same. Each half fits a terminal of 80 columns."""
+    from rich.console import Group
     from rich.table import Table
 
-    columns = (
-        "category",
-        "rounds",
-        "drafted",
-        "accepted",
-        "emitted",
-        "tau",
-        "acceptance@k",
-        "tokens/s plain",
-        "tokens/s",
+    counts = Table(title=_title(document["settings"]), title_justify="left", pad_edge=False, box=None)
+    told = (
+        "tokens/s plain and drafted, ms per step in draft, verify and host, texts identical (of the others: near-ties)"
     )
-    shown = Table(title=_title(document["settings"]), title_justify="left")
-    for name in (*columns, "speed-up", "ms draft", "verify", "host", "identical"):
-        shown.add_column(name, justify="left" if name == "category" else "right")
-    for name, figures in sorted(document["categories"].items()):
-        shown.add_row(name, *_cells(figures))
-    shown.add_section()
-    shown.add_row("all", *_cells(document["totals"]), style="bold")
-    return shown
+    speeds = Table(title=told, title_justify="left", pad_edge=False, box=None)
+    for shown, columns in ((counts, _COUNTS), (speeds, _SPEEDS)):
+        for name in ("category", *columns):
+            shown.add_column(name, justify="left" if name == "category" else "right", no_wrap=True)
+        for name, figures in sorted(document["categories"].items()):
+            shown.add_row(name, *_cells(figures, columns))
+        shown.add_section()
+        shown.add_row("all", *_cells(document["totals"], columns), style="bold")
+    return Group(counts, "", speeds)
+
+
+_COUNTS = ("rounds", "drafted", "accepted", "emitted", "tau", "acceptance@k")
+_SPEEDS = ("plain", "tok/s", "speed-up", "draft", "verify", "host", "identical", "ties")
 
 
 def _title(settings: dict[str, Any]) -> str:
@@ -163,20 +163,20 @@ def _title(settings: dict[str, Any]) -> str:
     return f"{settings['target']}, {settings['dtype']}, {how}, {settings['max_new_tokens']} new tokens, {settings['rows']} at a time"
 
 
-def _cells(figures: dict[str, Any]) -> list[str]:
-    identical = f"{figures['identical']}/{figures['prompts']}"
-    if figures["near_ties"]:
-        identical += f" +{figures['near_ties']} near-tie"
-    return [
-        *(str(figures[name]) for name in ("rounds", "drafted", "accepted", "emitted")),
-        f"{figures['tau']:.2f}",
-        " ".join(f"{value:.2f}" for value in figures["acceptance"]),
-        f"{figures['tokens_per_s_plain']:.1f}",
-        f"{figures['tokens_per_s']:.1f}",
-        f"{figures['speedup']:.2f}x",
-        *(f"{figures[name]:.1f}" for name in ("ms_draft", "ms_verify", "ms_host")),
-        identical,
-    ]
+def _cells(figures: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
+    cells = {name: str(figures[name]) for name in ("rounds", "drafted", "accepted", "emitted")} | {
+        "tau": f"{figures['tau']:.2f}",
+        "acceptance@k": " ".join(f"{value:.2f}".removeprefix("0") for value in figures["acceptance"]),
+        "plain": f"{figures['tokens_per_s_plain']:.1f}",
+        "tok/s": f"{figures['tokens_per_s']:.1f}",
+        "speed-up": f"{figures['speedup']:.2f}x",
+        "draft": f"{figures['ms_draft']:.1f}",
+        "verify": f"{figures['ms_verify']:.1f}",
+        "host": f"{figures['ms_host']:.1f}",
+        "identical": f"{figures['identical']}/{figures['prompts']}",
+        "ties": str(figures["near_ties"]),
+    }
+    return [cells[name] for name in columns]
 
 
 def write_json(document: dict[str, Any], path: Path) -> None:
