@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        if place + 7 + length > len(data):
+            return  # still being written
         part += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -61,13 +64,23 @@ def test_run_json_holds_the_resolved_recipe_and_where_it_came_from(content: Cont
     assert run["measured"] == result.measured
 
 
+def finished_records(file: Path, seconds: float = 60.0) -> list[Any]:
+    """All records, once wandb's own process has written the last one: it may do so a moment after `finish` returns."""
+    deadline = time.monotonic() + seconds
+    while True:
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > deadline:
+            return records
+        time.sleep(0.1)
+
+
 def test_offline_run_of_wandb_holds_config_curves_and_summary(
     content: Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     result = train(parse_recipe(content | {"wandb": {"mode": "offline", "name": "try"}}, source="test"), resume=False)
     [file] = (result.out / "wandb").glob("offline-run-*/run-*.wandb")
-    records = list(wandb_records(file))
+    records = finished_records(file)
     [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (run.project, run.display_name) == ("draftsmith", "try")
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
