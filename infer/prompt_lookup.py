@@ -69,10 +69,10 @@ class SuffixIndex:
         for _ in range(MAX_CANDIDATES):
             if place == 0 or length == MAX_MATCH:
                 break
-            if place > length and text[place - 1 - length] == text[-1 - length]:  # it may be longer
-                found = self._common(place)
-                if found > length:
-                    best, length = place, found
+            longer = place > length and text[place - 1 - length] == text[-1 - length]
+            common = self._common(place) if longer else 0
+            if common > length:
+                best, length = place, common
             place = self._earlier[place]
         return best, length
 

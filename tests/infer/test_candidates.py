@@ -25,6 +25,7 @@ from . import architectures, drafting
 
 TEXTS = [[5, 9, 200, 33, 17], [40, 7]]
 SAMPLED = SamplingParams(0.8, top_k=30, seed=3)
+DEEP = Topology((*Topology.chain(11).paths, (1,), (0, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +87,15 @@ def test_beams_are_the_likeliest_continuations(target: Target, draft: Target) ->
 
 @pytest.mark.parametrize("kind", list(architectures.ARCHITECTURES))
 def test_a_tree_read_level_by_level_is_the_tree_read_at_once(kind: str) -> None:
-    """Rows of different lengths, beyond any sliding window."""
+    """Rows of different lengths; the past and the tree itself are longer than any sliding window."""
     model = Target(architectures.build(kind), None)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, architectures.VOCAB, (count,), generator=draw) for count in (14, 5)]
     lengths = torch.tensor([14, 5])
-    tree = drafting.SHAPE.fill(torch.tensor([7, 8]), torch.randint(3, architectures.VOCAB, (2, 3, 3), generator=draw))
+    candidates = torch.randint(3, architectures.VOCAB, (2, DEEP.depth, DEEP.width), generator=draw)
+    tree = DEEP.fill(torch.tensor([7, 8]), candidates)
     hidden = []
-    for edges in ([0, 8], [0, 1, 4, 7, 8]):
+    for edges in ([0, 14], [0, 1, 3, 6, 11, 14]):
         cache = KVCache(rows=2, capacity=64)
         model.prefill(prompts, cache, first_row=0)
         parts = []
@@ -164,6 +166,16 @@ def test_nothing_is_drafted_below_an_eos(target: Target, draft: Target, build_ta
     ended = [node for node, token in enumerate(beams.tokens[0].tolist()) if token in ending.eos_ids]
     assert ended
     assert not any(int(parent) in ended for parent in beams.parents[0])
+
+
+def test_branches_of_one_depth_are_drawn_independently(target: Target, build_target: Callable[..., Target]) -> None:
+    """Traversal verification relies on it. With one and the same row everywhere, shared noise would draw the same tokens."""
+    flat = build_target(num_hidden_layers=2)
+    torch.nn.init.zeros_(flat.head.weight)
+    settings = Sampling([SamplingParams(1.0), SamplingParams(1.0, seed=1)])
+    tree = first_tree(DraftTree(flat, target, shape=Topology(((0,), (1,), (0, 0), (1, 0)))), settings)
+    assert (tree.tokens[:, 3] != tree.tokens[:, 4]).all()
+    assert tree.tokens[0].tolist() != tree.tokens[1].tolist()
 
 
 def test_a_shape_with_gaps_among_siblings_is_refused(target: Target, draft: Target) -> None:

@@ -6,18 +6,18 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from draftsmith.infer import draft_model
 from draftsmith.infer.candidates import DraftBeams, DraftTree
 from draftsmith.infer.draft_model import DraftModel, DraftReader, DraftState
 from draftsmith.infer.drafter import NoDraft
 from draftsmith.infer.sampling import Sampling, SamplingParams
-from draftsmith.infer.target import Target
+from draftsmith.infer.target import Reading, Target
 from draftsmith.infer.tree import TokenTree
 
 from . import drafting
@@ -135,6 +135,35 @@ def test_a_chain_ends_after_the_token_at_which_confidence_falls(
     assert len(lengths) > 1
 
 
+def test_nothing_is_drafted_after_an_eos(
+    target: Target, draft: Target, build_target: Callable[..., Target], prompts: list[list[int]]
+) -> None:
+    def make(owner: Target) -> DraftModel:
+        return DraftModel(draft, owner, length=4, min_confidence=0)
+
+    before = watch(make(target), target, prompts[0], SamplingParams())[0].tree
+    ending = build_target(num_hidden_layers=2, eos_token_id=int(before.tokens[0, 2]))
+    ending.model.load_state_dict(target.model.state_dict())
+    after = watch(make(ending), ending, prompts[0], SamplingParams())[0].tree
+    assert after.valid[0].tolist() == [True, True, True, False, False]
+
+
+def test_what_was_drafted_and_accepted_is_not_read_again(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is always right: per round the last drafted token and the anchor, then all but the last proposal."""
+    read: list[int] = []
+    verify = target.verify
+
+    def count(tree: TokenTree, *args: Any, **options: Any) -> Reading:
+        read.append(tree.num_nodes)
+        return verify(tree, *args, **options)
+
+    drafter = DraftModel(target, target, length=3, min_confidence=0)
+    monkeypatch.setattr(target, "verify", count)
+    (output,) = drafting.decode(target, drafter, [[5, 6]], new_tokens=13)
+    assert output.stats.rounds == 3
+    assert read == [2, 1, 1, 1, 4, 2, 1, 1, 4, 2, 1, 1, 4]  # the prompt, then rounds; each 4 is the target's own
+
+
 def test_rows_end_their_chains_separately(target: Target, draft: Target, prompts: list[list[int]]) -> None:
     drafter = DraftModel(draft, target, length=5)
     alone = drafting.decode(target, drafter, prompts, rows=1)
@@ -241,48 +270,6 @@ def test_a_draft_model_with_a_shorter_context_stops_at_its_end(
         for ids, output in zip(asked, outputs):
             first = 40 - len(ids)
             assert not any(output.from_draft[max(0, first) :]), "a token beyond the context was drafted"
-
-
-@pytest.mark.parametrize("sizes", [(300, 320), (320, 300)], ids=["target padded", "draft padded"])
-@pytest.mark.parametrize("settings", [SamplingParams(), SamplingParams(0.8, top_p=0.9)], ids=["greedy", "sampled"])
-def test_padded_vocabularies_are_cut_or_filled(
-    sizes: tuple[int, int], settings: SamplingParams, build_target: Callable[..., Target], prompts: list[list[int]]
-) -> None:
-    """Random models write their padding ids too, so each side must live with what the other cannot know."""
-    small, large = min(sizes), max(sizes)
-    draft, target = (build_target(num_hidden_layers=2, vocab_size=size, eos_token_id=[], seed=4) for size in sizes)
-    source, copied = (draft, target) if sizes[0] == small else (target, draft)
-    state, padded = copied.model.state_dict(), source.model.state_dict()
-    for name, weight in state.items():
-        weight[:small] = padded[name][:small] if weight.shape[0] == large else weight[:small]
-        if weight.shape == padded[name].shape:
-            weight.copy_(padded[name])
-    plain = drafting.decode(target, None, prompts[:4], sampling=settings)
-    for name in drafting.MODELLED:
-        outputs = drafting.decode(target, drafting.build(name, target, draft), prompts[:4], sampling=settings)
-        assert drafting.texts(outputs) == drafting.texts(plain)
-        assert sum(output.stats.accepted for output in outputs) > 0
-    if target.vocab_size == large:
-        assert max(max(output.tokens) for output in plain) >= small, "no padding id was written"
-
-
-def test_another_tokenizer_is_refused_with_an_example(target: Target, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    other = copy.deepcopy(tiny_tokenizer)
-    swapped = {201: 202, 202: 201}
-    other.get_vocab = lambda: {text: swapped.get(token, token) for text, token in tiny_tokenizer.get_vocab().items()}
-    stranger = Target(copy.deepcopy(target.model), other, name="stranger")
-    with pytest.raises(
-        ValueError, match=r"'stranger' cannot draft for target 'tiny'.*tokenizers differ in 2 of 300 .*id 201 is"
-    ):
-        DraftModel(stranger, target)
-
-
-def test_a_tokenizer_with_more_tokens_at_the_end_is_the_same(
-    target: Target, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    longer = copy.deepcopy(tiny_tokenizer)
-    longer.add_tokens(["<|tool|>"])
-    DraftModel(Target(copy.deepcopy(target.model), longer), target)
 
 
 def test_impossible_settings_are_refused(target: Target, draft: Target) -> None:
