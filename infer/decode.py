@@ -24,7 +24,7 @@ from .target import Reading, Target
 from .tree import TokenTree
 from .verify import Verdict, Verifier, sample_match
 
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 512
 """Most prompt tokens read in one forward (their attention mask is that square)."""
 
 

@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import attention, embedded
+from . import attention, embedded, packed
 from .cache import Decode, KVCache, Packed, Plan
 from .tree import TokenTree
 
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load; nothing here needs it before a model does
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PREFILL_MULTIPLE = 64
+"""Prompts read together are filled up to a multiple of this: kernels and memory blocks of ever new sizes are costly."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,6 +93,7 @@ class Target:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         module: nn.Module = model  # its `to` is wrapped in a way that type checkers misread
         module.to(device)
+        packed.pack(module)
         return cls(model, tokenizer, name=name)
 
     @property
@@ -130,7 +134,7 @@ class Target:
                 ("num_", "hidden", "intermediate", "vocab", "rope", "head_dim", "model_type", "tie_", "rms")
             )
         }
-        sample = [self.head.weight[:64, :64], next(iter(self._layers[-1].parameters())).flatten()[:4096]]
+        sample = [self.head.weight[:64, :64], next(iter(self._layers[-1].state_dict().values())).flatten()[:4096]]
         digest = hashlib.sha256()
         for tensor in sample:
             digest.update(tensor.detach().float().bfloat16().contiguous().view(torch.int16).cpu().numpy().tobytes())
@@ -173,15 +177,21 @@ class Target:
 
         Returns hidden and features of shape (1, sum of lengths, ...), prompts in order.
         """
-        device = self.device
         lengths = [len(prompt) for prompt in prompts]
-        tokens = torch.cat(prompts).to(device)[None]
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]
-        segments = torch.repeat_interleave(torch.arange(1, len(prompts) + 1), torch.tensor(lengths)).to(device)[None]
-        cache.reserve(max(lengths))
-        rows = first_row + segments[0] - 1
-        cache.write_at(rows * cache.capacity + positions[0], read=None)
-        return self._forward(tokens, positions, Packed(segments, positions), cache=cache, taps=taps)
+        total = sum(lengths)
+        spare = torch.zeros(-total % PREFILL_MULTIPLE, dtype=torch.int64)  # also their segment: no document
+        numbers = torch.repeat_interleave(torch.arange(1, len(prompts) + 1), torch.tensor(lengths))
+        segments = torch.cat([numbers, spare]).to(self.device)[None]
+        positions = torch.cat([*(torch.arange(n) for n in lengths), spare]).to(self.device)[None]
+        tokens = torch.cat([*prompts, spare]).to(self.device)[None]
+        cache.reserve(max(lengths) + 1)
+        # The filling is written where the first prompt's next token will be, before anything reads that slot.
+        slots = (first_row + segments[0] - 1) * cache.capacity + positions[0]
+        slots[total:] = first_row * cache.capacity + lengths[0]
+        cache.write_at(slots, read=None)
+        reading = self._forward(tokens, positions, Packed(segments, positions), cache=cache, taps=taps)
+        features = None if reading.features is None else reading.features[:, :total]
+        return Reading(reading.hidden[:, :total], features)
 
     @torch.no_grad()
     def verify(
@@ -269,18 +279,7 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     return found[0]
 
 
-_RECURRENT = [
-    "mamba",
-    "rwkv",
-    "linear_attention",
-    "recurrent",
-    "conv",
-    "jamba",
-    "lfm2",
-    "bamba",
-    "falcon_h1",
-    "griffin",
-]
+_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "conv", "jamba", "lfm2", "bamba", "falcon_h1")
 
 
 def _refuse_recurrent(model: PreTrainedModel) -> None:
