@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..heads.base import Objective
+from .closed_form import ForwardKL
 
 Name = Literal["cross_entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "lk"]
 
@@ -92,12 +93,16 @@ class Divergence:
         self.terms, self.beta, self.temperature = config.terms, config.beta, config.temperature
         self.top_k = config.teacher_top_k
         self.uses_target = set(self.terms) != {"cross_entropy"}
+        self._is_plain_kl = self.terms == {"forward_kl": 1.0} and self.temperature == 1.0 and self.top_k is None
 
     def __call__(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
         """draft_logits (R, W), labels (R,) int64 draft ids, target_logits (R, W) -> (R,)."""
-        total = _wide(draft_logits).new_zeros(len(labels))
         if self.uses_target:
             assert target_logits is not None, f"objective {list(self.terms)} needs the target's logits"
+            if self._is_plain_kl:
+                return ForwardKL.apply(draft_logits, target_logits.detach())  # type: ignore[no-untyped-call,no-any-return]
+        total = _wide(draft_logits).new_zeros(len(labels))
+        if self.uses_target and target_logits is not None:
             log_p = torch.log_softmax(_wide(target_logits.detach()) / self.temperature, dim=-1)
             log_q = torch.log_softmax(_wide(draft_logits) / self.temperature, dim=-1)
             if self.top_k is not None and self.top_k + 1 < log_p.shape[-1]:

@@ -129,7 +129,7 @@ class Medusa(TrainedDrafter):
             sums.append((objective(logits, labels, truth) * (known & counted)).sum())
             alive = alive & counted
             reached.append(alive.sum())
-            alive = alive & (logits.argmax(dim=-1) == labels) & known
+            alive = alive & (logits.max(dim=-1).indices == labels) & known
             survived.append(alive.sum())
         weights = tuple(self.config.head_decay**step for step in range(self.num_steps))
         return LossSums(torch.stack(sums), masks.sum(dim=1), weights, torch.stack(survived), torch.stack(reached))

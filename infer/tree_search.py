@@ -11,6 +11,7 @@ Letters: K steps, R ranks.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 from .tree import Topology
+
+UNCERTAINTY = 0.03
+"""Relative error of a measured rate: repeated measurements of one forward differ by as much on a quiet machine."""
 
 Accuracy = Sequence[Sequence[float]]
 """(K, R): accuracy[k][r] as above."""
@@ -67,20 +71,20 @@ def choose_tree(accuracy: Accuracy, *, seconds: Mapping[int, float], overhead: f
 
     seconds: measured time of one target forward by number of tree nodes (the root included), interpolated linearly;
     overhead: seconds of a round that do not depend on the tree (drafting, host). An empty tree is plain decoding, which
-    has no overhead, and may win.
+    has no overhead, and may win. Sizes whose rates lie within `UNCERTAINTY` of the best cannot be told apart by timing;
+    the largest of them is taken, since what it accepts more is certain.
     """
     sizes = sorted(seconds)
     if not sizes or sizes[0] != 1:
         raise ValueError(f"the cost curve must start at 1 node (plain decoding), got sizes {sizes}.")
     ranked = grow(accuracy, num_nodes=sizes[-1] - 1)
-    best, best_rate, best_tau = 0, 1.0 / seconds[1], 1.0
-    tau = 1.0
-    for count, (_, value) in enumerate(ranked, start=1):
-        tau += value
-        rate = tau / (interpolate(seconds, count + 1) + overhead)
-        if rate > best_rate:
-            best, best_rate, best_tau = count, rate, tau
-    return Topology(tuple(path for path, _ in ranked[:best])), best_tau
+    taus = list(itertools.accumulate((value for _, value in ranked), initial=1.0))
+    plain = 1.0 / seconds[1]
+    rates = [plain] + [tau / (interpolate(seconds, n) + overhead) for n, tau in enumerate(taus[1:], start=2)]
+    best = max(rates)
+    floor = max(plain, (1 - UNCERTAINTY) * best)
+    size = max(n for n, rate in enumerate(rates) if rate >= floor) if best > plain else 0
+    return Topology(tuple(path for path, _ in ranked[:size])), taus[size]
 
 
 def expected_tau(topology: Topology, accuracy: Accuracy) -> float:

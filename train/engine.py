@@ -138,7 +138,9 @@ def prepare(engine: Engine, recipe: Recipe, drafter: TrainedDrafter) -> tuple[nn
             "this head has no trainable weights, nothing would be trained; check its settings under `head`."
         )
     settings = recipe.optimiser
-    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    optimiser = torch.optim.AdamW(
+        parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+    )
     model, prepared = engine.accelerator.prepare(drafter, optimiser)
     return model, prepared
 

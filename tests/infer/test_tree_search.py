@@ -53,6 +53,13 @@ def test_tree_size_follows_the_cost_curve() -> None:
     assert len(dear.paths) == 0, "verification that costs its own token each can never pay"
 
 
+def test_of_trees_that_timing_cannot_tell_apart_the_largest_is_taken() -> None:
+    """tau is 1.4 at 2 nodes and 1.6 at 3, rates 1.4 and then 1.6 / 1.16 = 1.38, 1 % less, or 1.6 / 1.2 = 1.33, 5 % less."""
+    close, _ = choose_tree([[0.4, 0.2]], seconds={1: 1.0, 2: 1.0, 3: 1.16})
+    apart, _ = choose_tree([[0.4, 0.2]], seconds={1: 1.0, 2: 1.0, 3: 1.2})
+    assert (close.paths, apart.paths) == (((0,), (1,)), ((0,),))
+
+
 def test_overhead_can_make_plain_decoding_win() -> None:
     topology, tau = choose_tree([[0.2]], seconds={1: 1.0, 4: 1.0}, overhead=0.5)
     assert (topology.paths, tau) == ((), 1.0)

@@ -1,0 +1,60 @@
+"""The gradient worked out by hand is autograd's, whatever the block size, the precision and the upstream weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftsmith.distill import closed_form
+from draftsmith.distill.closed_form import ForwardKL
+
+
+def rows(count: int = 7, width: int = 33, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(count)
+    draft, target = (torch.randn(count, width, generator=draw, dtype=torch.float64).mul(3).to(dtype) for _ in range(2))
+    return draft.requires_grad_(), target
+
+
+@pytest.mark.parametrize("elements", [1, 70, 10**6], ids=["row by row", "two rows", "all rows"])
+def test_value_and_gradient_are_autograds(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form, "ELEMENTS", elements)
+    draft, target = rows()
+    weights = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    value = ForwardKL.apply(draft, target)
+    (gradient,) = torch.autograd.grad((value * weights).sum(), draft)
+    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
+    expected = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    (wanted,) = torch.autograd.grad((expected * weights).sum(), draft)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_its_gradient_is_that_of_finite_differences() -> None:
+    draft, target = rows(3, 5)
+    assert torch.autograd.gradcheck(lambda z: ForwardKL.apply(z, target), (draft,))
+
+
+def test_excluded_tokens_add_nothing_and_nan_stays_visible() -> None:
+    draft, target = rows()
+    target[:, 3:20] = -torch.inf
+    value = ForwardKL.apply(draft, target)
+    kept = torch.cat([draft[:, :3], draft[:, 20:]], 1)
+    p = torch.cat([target[:, :3], target[:, 20:]], 1).softmax(-1)
+    log_q = kept - draft.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(value, (p * (p.log() - log_q)).sum(-1))
+    with torch.no_grad():
+        draft[2, 2] = torch.nan
+    assert ForwardKL.apply(draft, target).isnan().tolist() == [row == 2 for row in range(7)]
+
+
+def test_bfloat16_is_compared_in_float32() -> None:
+    draft, target = rows(dtype=torch.bfloat16)
+    value = ForwardKL.apply(draft, target)
+    wide = ForwardKL.apply(draft.detach().double(), target.double())
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), wide, rtol=1e-5, atol=1e-6)
+    value.sum().backward()
+    assert draft.grad is not None
+    assert draft.grad.dtype == torch.bfloat16
