@@ -104,7 +104,7 @@ class BlockLoss:
             probs[steps, which] = probability(source, labels, is_normal=source is target) * known
             losses = losses * self.positions.of(probs, counted)[steps, which]
         right = torch.zeros_like(counted)
-        right[steps, which] = (draft.argmax(dim=-1) == labels) & known
+        right[steps, which] = (draft.max(dim=-1).indices == labels) & known
         losses = losses * scale[which]
         return losses.new_zeros(len(states)).index_add(0, steps, losses), right, errors
 

@@ -1,7 +1,8 @@
 """Draft states against the text and the target: losses and ranks over a vocabulary too wide to hold for every row.
 
 A pair is a (step, row) that counts. Rows are taken in chunks; within one the target's logits are computed once per token
-and serve every step that proposes it, and the draft's logits are computed again in the backward pass instead of kept.
+and serve every step that proposes it; where they would fill the memory, the draft's logits are computed again in the
+backward pass instead of kept.
 
 Letters: B, T packed rows and their positions; R rows that draft, S steps, D draft width, D' target hidden, P pairs of
 a chunk, U tokens they propose, V vocabulary, W draft vocabulary.
@@ -21,6 +22,10 @@ from .vocabulary import DraftVocabulary
 
 PAIRS = 512
 """Rows of logits held at once: (PAIRS, W) in fp32, a few times over, and (PAIRS / S + S, V) of the target's."""
+
+KEPT_BYTES = 2**28
+"""Up to this, what the objective keeps of all pairs' logits for the backward pass stays in memory instead of being
+computed again: one (P, W) matrix where its gradient is worked out at once (`distill.closed_form`), else about three."""
 
 Logits = Callable[[Tensor], Tensor]
 """The draft's logits over its vocabulary: (P, D) -> (P, W)."""
@@ -62,10 +67,12 @@ def loss_sums(
     def judge(rows: Tensor, states: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         return _judge(Drafts(rows, states, counted), teacher, objective, logits, vocabulary)
 
+    kept = drafts.counted.numel() * vocabulary.size * drafts.states.element_size()
+    is_small = kept <= KEPT_BYTES
     sums, right = [], []
     for part in drafts.chunks():
         given = (part.rows, part.states, part.counted)
-        found = checkpoint(judge, *given, use_reentrant=False, preserve_rng_state=False)
+        found = judge(*given) if is_small else checkpoint(judge, *given, use_reentrant=False, preserve_rng_state=False)
         sums.append(found[0])
         right.append(found[1])
     alive = torch.cat([torch.ones_like(drafts.counted[:1]), torch.cat(right, dim=1)]).cumprod(dim=0).bool()  # (S+1, R)
@@ -89,7 +96,7 @@ def _judge(
     losses = objective(draft, labels, target) * known
     sums = losses.new_zeros(len(drafts.states)).index_add(0, steps, losses)
     right = torch.zeros_like(drafts.counted)  # after the sums: the backward pass stops short of it
-    right[steps, rows] = (draft.argmax(dim=-1) == labels) & known
+    right[steps, rows] = (draft.max(dim=-1).indices == labels) & known
     return sums, right
 
 

@@ -135,7 +135,7 @@ class TrainedDraftModel(LMDrafter):
         labels = torch.where(known, labels, 0)
         if objective.uses_target:
             target = teacher.logits(teacher.hidden.flatten(0, 1)[at])[:, : self.width]
-        return objective(draft, labels, target) * known, (draft.argmax(dim=-1) == labels) & known
+        return objective(draft, labels, target) * known, (draft.max(dim=-1).indices == labels) & known
 
     def _own_answers(self, teacher: TeacherBatch, objective: Objective) -> TeacherBatch:
         from torch.distributed.tensor import DTensor  # late: it takes most of a second to load

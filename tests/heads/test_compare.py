@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,8 +101,9 @@ def test_a_batch_without_a_supervised_token_gives_zero_and_a_gradient_of_zero() 
 
 
 def test_the_backward_pass_keeps_states_and_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither at once nor chunk by chunk."""
+    """Neither at once nor chunk by chunk, where they would fill the memory."""
     monkeypatch.setattr(comparison, "PAIRS", 6)
+    monkeypatch.setattr(comparison, "KEPT_BYTES", 0)
     world, kept = World(), [0]
 
     def keep(tensor: Tensor) -> Tensor:
@@ -117,3 +120,22 @@ def test_the_backward_pass_keeps_states_and_no_logits(monkeypatch: pytest.Monkey
             weights=WEIGHTS,
         )
     assert sum(kept) < 2 * world.states.numel()
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "tvd", "cross_entropy"])
+def test_logits_kept_and_logits_computed_again_give_the_same_gradient(
+    name: Literal["forward_kl", "tvd", "cross_entropy"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, found = World(), []
+    for kept_bytes in (0, 2**28):
+        monkeypatch.setattr(comparison, "KEPT_BYTES", kept_bytes)
+        out = loss_sums(
+            world.drafts,
+            world.teacher,
+            make_objective(ObjectiveConfig(name=name)),
+            logits=world.logits,
+            vocabulary=world.vocabulary,
+            weights=WEIGHTS,
+        )
+        found.append((out.sums.detach(), *torch.autograd.grad(out.sums.sum(), world.states)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
