@@ -179,7 +179,7 @@ def _cells(figures: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
     return [cells[name] for name in columns]
 
 
-def write_json(document: dict[str, Any], path: Path) -> None:
+def write_json(document: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
     """Write the document under a temporary name, then rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{os.getpid()}")

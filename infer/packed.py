@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
         return {**self.__dict__, "_packed": self._packed.to_dense()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._packed, ROWS)
 
 
