@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, compare, demo, evaluate, generate, preview, respond, train
+from . import bench, compare, demo, evaluate, generate, preview, respond, step, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +42,7 @@ for verb in (
     generate.generate,
     compare.compare,
     bench.bench,
+    step.step,
 ):
     app.command()(verb)
 

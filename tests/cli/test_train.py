@@ -12,7 +12,9 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
+from draftsmith.cli.step import measure
 from draftsmith.infer.target import Target
+from draftsmith.train.recipe import load_recipe
 
 from .conftest import Cli
 
@@ -121,3 +123,15 @@ def test_demo_goes_from_prompts_to_an_evaluation(
     assert again.exit_code == 0, again.stderr
     assert "0 answers," in again.stdout
     assert "is there already" in again.stdout
+
+
+def test_a_step_is_timed_beside_its_arithmetic(cli: Cli, recipe: Path) -> None:
+    """The products of one step: per head a block (no gradient to the frozen features) and a projection."""
+    cost = measure(load_recipe(recipe), steps=2, threads=1)
+    rows, width, vocabulary = 2 * 256, 48, 300
+    assert cost.floating_operations == 2 * rows * (4 * width**2 + 6 * width * vocabulary)
+    assert cost.tokens == rows
+    assert cost.peak_bytes > 2**27
+    ran = cli("step", recipe, "--steps", 1)
+    assert ran.exit_code == 0, ran.stderr
+    assert "512 tokens per step" in ran.stdout
