@@ -34,7 +34,8 @@ def load_stock(name: str, *, dtype: str, device: str) -> Any:
     """The target as transformers loads it: its default attention, nothing of ours registered in it."""
     from transformers import AutoModelForCausalLM
 
-    from ..infer.target import DTYPES, model_folder
+    from ..infer.pretrained import DTYPES
+    from ..infer.target import model_folder
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=DTYPES[dtype])
     return model.to(device).eval()
