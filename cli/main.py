@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, demo, evaluate, generate, preview, respond, train
+from . import audit, bench, demo, evaluate, generate, preview, respond, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,6 +40,7 @@ for verb in (
     train.train,
     evaluate.evaluate,
     generate.generate,
+    audit.audit,
     bench.bench,
 ):
     app.command()(verb)

@@ -80,6 +80,7 @@ class DraftReader:
 
     def __init__(self, model: Target, target: Target, *, depth: int) -> None:
         check_vocabulary(model, target)
+        model.check_draft(target)
         if not 1 <= depth < model.max_length - 1:
             raise ValueError(
                 f"a draft must be at least 1 token deep and fit the context of {model.name}, {model.max_length} tokens; got {depth}."

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _ARCHITECTURE = ("num_", "hidden", "intermediate", "vocab", "rope", "head_dim", "model_type", "tie_", "rms")
+_ENCODER_DECODER = ("d_", "decoder_", "encoder_", "relative_", "max_position", "scale_")
 
 
 def config_hash(config: PretrainedConfig) -> str:
     """First 16 hex digits over the fields that shape the network."""
-    fields = {key: value for key, value in config.to_dict().items() if key.startswith(_ARCHITECTURE)}
+    shaping = _ARCHITECTURE + (_ENCODER_DECODER if config.is_encoder_decoder else ())
+    fields = {key: value for key, value in config.to_dict().items() if key.startswith(shaping)}
     return _short(json.dumps(fields, sort_keys=True, default=str).encode())
 
 

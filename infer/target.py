@@ -137,6 +137,14 @@ class Target:
                 "Shorten the prompt or lower max_new_tokens."
             )
 
+    def check_draft(self, target: Target) -> None:
+        """Raise ValueError if this one, as a draft model, cannot read what `target` reads."""
+        if target.is_encoder_decoder:
+            raise ValueError(
+                f"target {target.name!r} is an encoder-decoder model, draft model {self.name!r} is not: use a smaller one of the "
+                "target's family."
+            )
+
     def new_cache(self, *, rows: int, capacity: int) -> KVCache:
         """An empty cache for what this target reads."""
         return KVCache(rows=rows, capacity=capacity)
@@ -223,16 +231,22 @@ class Target:
         to slots length..length+N-1; the caller commits the accepted ones (`KVCache.commit`). The first `skip` nodes are
         left out: an earlier call with the same lengths has read them.
         """
+        plan = self._aim(tree, lengths, cache, longest=longest, first_row=first_row, skip=skip)
+        # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
+        positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
+        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
+
+    def _aim(
+        self, tree: TokenTree, lengths: Tensor, cache: KVCache, *, longest: int, first_row: int, skip: int
+    ) -> Decode:
+        """Make room in the cache and aim it at the nodes' slots; the plan of the forward that follows."""
         batch, count = tree.tokens.shape
         span = longest + count
         cache.reserve(span)
         rows = torch.arange(first_row, first_row + batch, device=lengths.device)
         slots = (rows * cache.capacity + lengths)[:, None] + torch.arange(skip, count, device=lengths.device)
         cache.write_at(slots.flatten(), read=(first_row, batch, span))
-        plan = Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
-        # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
-        positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
-        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
+        return Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]
