@@ -25,6 +25,7 @@ def verify_seconds(
     """
     device = target.device
     cache = target.new_cache(rows=rows, capacity=context + max(sizes))
+    target.read_blank(cache, rows=rows, length=context)
     lengths = torch.full((rows,), context, dtype=torch.int64, device=device)
     samples: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(repeats + 1):

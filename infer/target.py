@@ -172,6 +172,10 @@ class Target:
         """Read whole documents without a cache: tokens, positions, segments (B, T) int64 (see `cache.Packed`)."""
         return self._forward(tokens, positions, Packed(segments, positions), cache=None, taps=taps)
 
+    def read_blank(self, cache: KVCache, *, rows: int, length: int) -> None:
+        """Let rows stand where `length` tokens have been read, whatever they say: for measuring what comes after."""
+        cache.reserve(length)
+
     @torch.no_grad()
     def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
         """(T+1, D): the hidden states that score each of the T tokens of an answer, and the token after them, computed
