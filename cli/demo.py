@@ -141,10 +141,11 @@ def _answer(target: Target, places: Places) -> None:
     from ..infer.decode import Engine
     from ..infer.request import Request
     from .arguments import open_drafter
-    from .generate import counts, prompt_ids, stream
+    from .generate import counts, stream
+    from .prompts import encode
 
     engine = Engine(target, drafter=open_drafter(str(places.drafter), target, tree="fit", rows=1), rows=1)
-    output = stream(engine, Request("demo", prompt_ids(target, QUESTION), EVALUATED_TOKENS))
+    output = stream(engine, Request("demo", encode(target, QUESTION), EVALUATED_TOKENS))
     print(counts(output, engine.clock.total()))
 
 

@@ -114,10 +114,9 @@ def compare(
 def eval_prompts(target: Target, source: str | None, *, split: str | None, limit: int | None) -> list[EvalPrompt]:
     """The first user turn of every conversation, with its system message; `limit` of them, spread over the file."""
     from ..distill.prompts import load_conversations
-    from ..distill.template import ChatTemplate
     from ..infer.evaluate import EvalPrompt
+    from .prompts import encode
 
-    template = ChatTemplate(target.tokenizer, target.eos_ids)
     talks = load_conversations(source, split=split)
     if limit is not None and limit < len(talks):
         talks = [talks[index * len(talks) // limit] for index in range(limit)]
@@ -126,7 +125,7 @@ def eval_prompts(target: Target, source: str | None, *, split: str | None, limit
         first = next((n for n, message in enumerate(talk.messages) if message["role"] == "user"), None)
         if first is None:
             raise ValueError(f"{source}: {talk.id!r} has no user message to answer; name a file of prompts.")
-        found.append(EvalPrompt(talk.id, talk.category, template.prompt(talk.messages[: first + 1], talk.tools)))
+        found.append(EvalPrompt(talk.id, talk.category, encode(target, talk.messages[: first + 1], talk.tools)))
     return found
 
 

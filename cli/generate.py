@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +30,10 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     tree: Tree = "fit",
     dtype: Dtype = "float32",
+    json_out: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write prompt, answer and settings here, for `draftsmith audit --run`."),
+    ] = None,
 ) -> None:
     """Stream one answer; tokens that the drafter proposed and the target accepted are green.
 
@@ -42,21 +47,30 @@ def generate(
         from ..infer.request import Request
         from ..infer.sampling import SamplingParams
         from ..infer.target import Target
+        from .evaluate import write_json
+        from .prompts import encode
 
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         model = Target.load(target, dtype=dtype)
-        request = Request("prompt", prompt_ids(model, prompt), max_new_tokens, sampling)
+        request = Request("prompt", encode(model, prompt), max_new_tokens, sampling)
         engine = Engine(model, drafter=open_drafter(drafter, model, tree=tree, rows=1), rows=1)
-        print(counts(stream(engine, request), engine.clock.total()), file=sys.stderr)
+        output = stream(engine, request)
+        print(counts(output, engine.clock.total()), file=sys.stderr)
+        if json_out:
+            write_json(document(model, request, output), json_out)
 
 
-def prompt_ids(target: Target, prompt: str) -> list[int]:
-    """Token ids of a user's message in the target's chat template, ready to be answered."""
-    from ..distill.template import ChatTemplate
-
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; expected some text to answer.")
-    return ChatTemplate(target.tokenizer, target.eos_ids).prompt([{"role": "user", "content": prompt}])
+def document(target: Target, request: Request, output: Output) -> dict[str, Any]:
+    """What `draftsmith audit --run` needs to replay the answer, in the shape of an evaluation document."""
+    answer = {"id": output.id, "prompt": list(request.prompt), "tokens": output.tokens, "finish": output.finish}
+    settings = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "fingerprint": target.fingerprint(),
+        "sampling": vars(request.sampling),
+        "max_new_tokens": request.max_new_tokens,
+    }
+    return {"format": 1, "answers": [answer], "settings": settings}
 
 
 def stream(engine: Engine, request: Request) -> Output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, compare, demo, evaluate, generate, preview, respond, step, train
+from . import audit, bench, compare, demo, evaluate, generate, preview, respond, step, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +41,7 @@ for verb in (
     evaluate.evaluate,
     generate.generate,
     compare.compare,
+    audit.audit,
     bench.bench,
     step.step,
 ):

@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from .cache import KVCache
 from .target import Target
 from .tree import TokenTree
 
@@ -25,7 +24,8 @@ def verify_seconds(
     `repeats * len(sizes)` forwards (4 seconds for the embedded target).
     """
     device = target.device
-    cache = KVCache(rows=rows, capacity=context + max(sizes))
+    cache = target.new_cache(rows=rows, capacity=context + max(sizes))
+    target.read_blank(cache, rows=rows, length=context)
     lengths = torch.full((rows,), context, dtype=torch.int64, device=device)
     samples: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(repeats + 1):

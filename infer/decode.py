@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import KVCache
 from .clock import Clock
 from .drafter import Drafter, NoDraft, Observation
 from .request import Output, Progress, Request
@@ -52,7 +51,7 @@ class Engine:
         self.drafter: Drafter = drafter or NoDraft()
         self.clock = Clock(target.device)
         self.steps = 0
-        self.cache = KVCache(rows=rows, capacity=256)
+        self.cache = target.new_cache(rows=rows, capacity=256)
         self.state = self.drafter.start(rows=rows, capacity=256)
         self._queue: deque[Request] = deque()
         self._rows: list[_Row] = []
@@ -62,12 +61,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it cannot fit the target's context or names unknown tokens."""
-        need = len(request.prompt) + request.max_new_tokens
-        if need > self.target.max_length:
-            raise ValueError(
-                f"request {request.id!r}: {len(request.prompt)} prompt tokens + {request.max_new_tokens} new ones exceed the "
-                f"target's context of {self.target.max_length}. Shorten the prompt or lower max_new_tokens."
-            )
+        try:
+            self.target.check_room(request.prompt, request.max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"request {request.id!r}: {error}") from error
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocab_size:
             raise ValueError(f"request {request.id!r}: token ids must lie in [0, {self.target.vocab_size}).")
         self._queue.append(request)
@@ -192,7 +189,9 @@ class Engine:
         with self.clock.time("prefill"):
             device, first_row = self.target.device, len(self._rows)
             prompts = [torch.tensor(list(request.prompt), dtype=torch.int64) for request in group]
-            reading = self._prefill(prompts, first_row)
+            reading = self.target.read_prompts(
+                prompts, self.cache, first_row=first_row, budget=PREFILL_TOKENS, taps=self.drafter.taps
+            )
             lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
             sampling = Sampling([request.sampling for request in group], device)
             ends = lengths.cumsum(0) - 1
@@ -223,25 +222,6 @@ class Engine:
             if self._rows[index].output.finish:
                 self._leave(index)
         return progress
-
-    def _prefill(self, prompts: list[Tensor], first_row: int) -> Reading:
-        """Read the prompts, packed; a single prompt longer than the budget is read in chunks."""
-        if len(prompts[0]) <= PREFILL_TOKENS:
-            return self.target.prefill(prompts, self.cache, first_row=first_row, taps=self.drafter.taps)
-        parts = []
-        for start in range(0, len(prompts[0]), PREFILL_TOKENS):
-            chunk = prompts[0][None, start : start + PREFILL_TOKENS].to(self.target.device)
-            read = torch.tensor([start], device=self.target.device)
-            tree = TokenTree.chain(chunk[:, 0], chunk[:, 1:])
-            parts.append(
-                self.target.verify(tree, read, self.cache, longest=start, first_row=first_row, taps=self.drafter.taps)
-            )
-        features = (
-            None
-            if parts[0].features is None
-            else torch.cat([part.features for part in parts if part.features is not None], 1)
-        )
-        return Reading(torch.cat([part.hidden for part in parts], dim=1), features)
 
     def _leave(self, index: int) -> None:
         """Drop a finished row; the last row takes its place, so active rows stay contiguous."""

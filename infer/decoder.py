@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .decode import Engine
 from .drafter import Drafter
@@ -70,17 +69,13 @@ class SpeculativeDecoder:
                 sent = text
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; text and messages go through the target's chat template."""
+        """Token ids of a prompt; text and messages go through the target's chat template, or are an encoder's source."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) == len(prompt):
             return ids
-        messages: Any = [dict(message) for message in prompt if isinstance(message, Mapping)]
-        rendered: Any = self.target.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-        return list(rendered)
+        return self.target.encode([message for message in prompt if isinstance(message, Mapping)])
 
     def _request(self, name: str, prompt: Prompt, limit: int, sampling: SamplingParams | None) -> Request:
         return Request(name, self.encode(prompt), limit, sampling or SamplingParams())

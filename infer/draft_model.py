@@ -80,6 +80,7 @@ class DraftReader:
 
     def __init__(self, model: Target, target: Target, *, depth: int) -> None:
         check_vocabulary(model, target)
+        model.check_draft(target)
         if not 1 <= depth < model.max_length - 1:
             raise ValueError(
                 f"a draft must be at least 1 token deep and fit the context of {model.name}, {model.max_length} tokens; got {depth}."
@@ -90,7 +91,7 @@ class DraftReader:
 
     def start(self, *, rows: int, capacity: int) -> DraftState:
         text = torch.zeros(rows, capacity, dtype=torch.int64, device=self.model.device)
-        return DraftState(KVCache(rows=rows, capacity=capacity), text, torch.zeros_like(text[:, 0]))
+        return DraftState(self.model.new_cache(rows=rows, capacity=capacity), text, torch.zeros_like(text[:, 0]))
 
     def move(self, state: DraftState, source: int, target: int) -> None:
         state.cache.move(source, target, length=int(state.read[source]))
@@ -115,11 +116,9 @@ class DraftReader:
             read.copy_(torch.minimum(read, seen.start + agreed))
 
     def _read_prompt(self, state: DraftState, row: int, count: int) -> None:
-        for start in range(0, count, PREFILL_TOKENS):
-            tokens = self._known(state.text[row : row + 1, start : min(start + PREFILL_TOKENS, count)])
-            read = torch.tensor([start], device=tokens.device)
-            tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
-            self.model.verify(tree, read, state.cache, longest=start, first_row=row)
+        if count:
+            tokens = self._known(state.text[row, :count])
+            self.model.read_prompts([tokens], state.cache, first_row=row, budget=PREFILL_TOKENS)
 
     def _open(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Opening | None:
         """Read each row's tokens that are still unread, the anchor last; None if no row has room for a draft.

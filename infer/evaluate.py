@@ -165,7 +165,7 @@ def evaluate(
         "answers": answers,
         "definitions": DEFINITIONS,
         "settings": {"max_new_tokens": max_new_tokens, "rows": rows, "sampling": vars(sampling), "target": target.name}
-        | {"dtype": str(target.dtype).removeprefix("torch.")}
+        | {"dtype": str(target.dtype).removeprefix("torch."), "fingerprint": target.fingerprint()}
         | (settings or {}),
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")}
         | {"python": platform.python_version()},
@@ -205,7 +205,9 @@ def _compare(
 ) -> dict[str, Any]:
     """Add one answer to the pool; audit it if it differs from plain decoding's."""
     same = plain.tokens == drafted.tokens
-    finding = None if same else audit(target, prompt.tokens, drafted.tokens, sampling=sampling)
+    finding = None
+    if not same:
+        finding = audit(target, prompt.tokens, drafted.tokens, sampling=sampling, finish=drafted.finish)
     pool.prompts += 1
     pool.identical += same
     pool.near_ties += finding is not None and finding.verdict != "wrong"
@@ -215,6 +217,7 @@ def _compare(
         "category": prompt.category,
         "identical": same,
         "audit": None if finding is None else vars(finding),
+        "prompt": list(prompt.tokens),
         "tokens": drafted.tokens,
         "from_draft": [int(flag) for flag in drafted.from_draft],
         "finish": drafted.finish,

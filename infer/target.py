@@ -1,15 +1,13 @@
 """The frozen LLM whose output must not change: any transformers causal LM behind one call, no modelling code copied.
 
-Letters: B rows, N tokens per row, T packed positions, D hidden, M taps, V vocabulary.
+Encoder-decoder models are a kind of their own (seq2seq.py). Taps are numbered as in layers.py.
 
-Taps are numbered as 0-based decoder-layer outputs, here and everywhere: tap 0 is the residual stream after the first
-layer, and the last layer's tap is taken before the final norm.
+Letters: B rows, N tokens per row, T packed positions, D hidden, M taps, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import attention, embedded, packed
+from . import attention, embedded
 from .cache import Decode, KVCache, Packed, Plan
+from .fingerprint import fingerprint, template_hash
+from .layers import Tapping, decoder_layers, refuse_recurrent
+from .pretrained import load_pretrained
 from .tree import TokenTree
 
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load; nothing here needs it before a model does
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
 PREFILL_MULTIPLE = 64
 """Prompts read together are filled up to a multiple of this: kernels and memory blocks of ever new sizes are costly."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,33 @@ class Target:
     Build it with `Target.load`; `Target(model, tokenizer)` wraps a model already in memory (tests, custom loading).
     """
 
+    is_encoder_decoder = False
+
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str = "in-memory"
     ) -> None:
-        _refuse_recurrent(model)
-        attention.register()
         self.name = name
         self.model = model.eval().requires_grad_(False)
-        model.config._attn_implementation = attention.NAME
         self._tokenizer = tokenizer
         self.text_config = model.config.get_text_config(decoder=True)
-        self.num_layers: int = self.text_config.num_hidden_layers
         self.hidden_size: int = self.text_config.hidden_size
         self.head: nn.Linear = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.head.weight.shape[0]
+        self._attach()
+
+    def _attach(self) -> None:
+        """Put our attention into the model, and check that what we compute with it is what the model computes."""
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(self.model).__name__} is an encoder-decoder model: load it with Target.load, or wrap it in Seq2SeqTarget."
+            )
+        refuse_recurrent(self.model)
+        attention.register()
+        self.model.config._attn_implementation = attention.NAME
         self.max_length: int = self.text_config.max_position_embeddings
-        self._layers = _decoder_layers(model, self.num_layers)
+        self.num_layers: int = self.text_config.num_hidden_layers
+        self.layers = decoder_layers(self.model, self.num_layers)
         settings = self.text_config.to_dict()
         self._softcap: float | None = settings.get("final_logit_softcapping")
         self._logit_scale: float = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
@@ -77,24 +87,12 @@ class Target:
         dtype: float32, bfloat16 or float16. device: cuda where there is one, else cpu. Raises ValueError if the model
         cannot be found or loaded, with the reason.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        model, tokenizer = load_pretrained(name, dtype=dtype, device=device)
+        if model.config.is_encoder_decoder:
+            from .seq2seq import Seq2SeqTarget
 
-        folder = embedded.resolve(name)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"target {name!r} could not be loaded: {error}\nExpected `{embedded.NAME}`, a folder with config.json and "
-                "weights, or a Hugging Face id that this machine can reach."
-            ) from error
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        module: nn.Module = model  # its `to` is wrapped in a way that type checkers misread
-        module.to(device)
-        packed.pack(module)
-        return cls(model, tokenizer, name=name)
+            return Seq2SeqTarget(model, tokenizer, name=name)
+        return Target(model, tokenizer, name=name)
 
     @property
     def device(self) -> torch.device:
@@ -120,33 +118,40 @@ class Target:
 
     @cached_property
     def template_hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the chat template; empty if there is no tokenizer or template."""
-        template = self._tokenizer.chat_template if self._tokenizer is not None else None
-        return hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else ""
+        """Of the chat template; empty if there is no tokenizer or template."""
+        return template_hash(self._tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a drafter's checkpoint is bound to. `weights` hashes a sample of the head and of the last layer, in fp32
-        rounded to bf16 so that one model in two precisions has one fingerprint."""
-        architecture = {
-            key: value
-            for key, value in self.text_config.to_dict().items()
-            if key.startswith(
-                ("num_", "hidden", "intermediate", "vocab", "rope", "head_dim", "model_type", "tie_", "rms")
+        """What a drafter's checkpoint is bound to."""
+        return fingerprint(
+            self.text_config, name=self.name, head=self.head.weight, embedding=self.embedding, layers=self.layers
+        )
+
+    def encode(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """Ids of a conversation (role and content each), ready to be answered."""
+        told: Any = [dict(message) for message in messages]
+        ids: Any = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
+        return list(ids)
+
+    def check_room(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Raise ValueError if a prompt and that many new tokens do not fit the context."""
+        if len(prompt) + max_new_tokens > self.max_length:
+            raise ValueError(
+                f"{len(prompt)} prompt tokens + {max_new_tokens} new ones exceed the target's context of {self.max_length}. "
+                "Shorten the prompt or lower max_new_tokens."
             )
-        }
-        sample = [self.head.weight[:64, :64], next(iter(self._layers[-1].state_dict().values())).flatten()[:4096]]
-        digest = hashlib.sha256()
-        for tensor in sample:
-            digest.update(tensor.detach().float().bfloat16().contiguous().view(torch.int16).cpu().numpy().tobytes())
-        return {
-            "name": self.name,
-            "config": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
-            "weights": digest.hexdigest()[:16],
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            "tied": any(parameter is self.head.weight for parameter in self.embedding.parameters()),
-        }
+
+    def check_draft(self, target: Target) -> None:
+        """Raise ValueError if this one, as a draft model, cannot read what `target` reads."""
+        if target.is_encoder_decoder:
+            raise ValueError(
+                f"target {target.name!r} is an encoder-decoder model, draft model {self.name!r} is not: use a smaller one of the "
+                "target's family."
+            )
+
+    def new_cache(self, *, rows: int, capacity: int) -> KVCache:
+        """An empty cache for what this target reads."""
+        return KVCache(rows=rows, capacity=capacity)
 
     def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included.
@@ -170,6 +175,35 @@ class Target:
     ) -> Reading:
         """Read whole documents without a cache: tokens, positions, segments (B, T) int64 (see `cache.Packed`)."""
         return self._forward(tokens, positions, Packed(segments, positions), cache=None, taps=taps)
+
+    def read_blank(self, cache: KVCache, *, rows: int, length: int) -> None:
+        """Let rows stand where `length` tokens have been read, whatever they say: for measuring what comes after."""
+        cache.reserve(length)
+
+    @torch.no_grad()
+    def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+        """(T+1, D): the hidden states that score each of the T tokens of an answer, and the token after them, computed
+        without a cache."""
+        tokens = torch.tensor([[*prompt, *answer]], device=self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device)[None]
+        return self.read_packed(tokens, positions, torch.ones_like(tokens)).hidden[0, len(prompt) - 1 :]
+
+    @torch.no_grad()
+    def read_prompts(
+        self, prompts: list[Tensor], cache: KVCache, *, first_row: int, budget: int, taps: tuple[int, ...] = ()
+    ) -> Reading:
+        """As `prefill`, but a first prompt longer than `budget`, which then is the only one read, is read in chunks."""
+        if len(prompts[0]) <= budget:
+            return self.prefill(prompts, cache, first_row=first_row, taps=taps)
+        parts = []
+        for start in range(0, len(prompts[0]), budget):
+            chunk = prompts[0][None, start : start + budget].to(self.device)
+            read = torch.tensor([start], device=self.device)
+            tree = TokenTree.chain(chunk[:, 0], chunk[:, 1:])
+            parts.append(self.verify(tree, read, cache, longest=start, first_row=first_row, taps=taps))
+        features = [part.features for part in parts if part.features is not None]
+        hidden = torch.cat([part.hidden for part in parts], dim=1)
+        return Reading(hidden, torch.cat(features, dim=1) if features else None)
 
     @torch.no_grad()
     def prefill(self, prompts: list[Tensor], cache: KVCache, *, first_row: int, taps: tuple[int, ...] = ()) -> Reading:
@@ -211,21 +245,27 @@ class Target:
         to slots length..length+N-1; the caller commits the accepted ones (`KVCache.commit`). The first `skip` nodes are
         left out: an earlier call with the same lengths has read them.
         """
+        plan = self._aim(tree, lengths, cache, longest=longest, first_row=first_row, skip=skip)
+        # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
+        positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
+        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
+
+    def _aim(
+        self, tree: TokenTree, lengths: Tensor, cache: KVCache, *, longest: int, first_row: int, skip: int
+    ) -> Decode:
+        """Make room in the cache and aim it at the nodes' slots; the plan of the forward that follows."""
         batch, count = tree.tokens.shape
         span = longest + count
         cache.reserve(span)
         rows = torch.arange(first_row, first_row + batch, device=lengths.device)
         slots = (rows * cache.capacity + lengths)[:, None] + torch.arange(skip, count, device=lengths.device)
         cache.write_at(slots.flatten(), read=(first_row, batch, span))
-        plan = Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
-        # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
-        positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
-        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
+        return Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]
     ) -> Reading:
-        with _Tapping(self._layers, taps) as tapped:
+        with Tapping(self.layers, taps) as tapped:
             out = self.model.base_model(
                 input_ids=tokens, position_ids=positions, cache=cache, use_cache=cache is not None, plan=plan
             )
@@ -246,52 +286,6 @@ class Target:
                 f"{type(self.model).__name__}: its head applied to its last hidden state differs from its own logits by {gap:.3g}. "
                 "It post-processes logits in a way draftsmith does not know; please report the architecture."
             )
-
-
-class _Tapping:
-    """Collects the outputs of some layers during one forward."""
-
-    def __init__(self, layers: nn.ModuleList, taps: tuple[int, ...]) -> None:
-        if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < len(layers)):
-            raise ValueError(
-                f"taps must be ascending 0-based layer outputs below {len(layers)}, got {taps}. Sort them and drop repeats."
-            )
-        self._modules = [layers[tap] for tap in taps]
-        self.outputs: list[Tensor] = []
-
-    def __enter__(self) -> _Tapping:
-        self._handles = [module.register_forward_hook(self._keep) for module in self._modules]
-        return self
-
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
-    found = [layers for layers in lists if len(layers) == count]
-    if not found:
-        raise ValueError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers.")
-    return found[0]
-
-
-_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "conv", "jamba", "lfm2", "bamba", "falcon_h1")
-
-
-def _refuse_recurrent(model: PreTrainedModel) -> None:
-    """Recurrent state cannot be rolled back to before a rejected token, so such targets are refused, by name."""
-    config = model.config.get_text_config(decoder=True)
-    kinds = {str(kind) for kind in config.to_dict().get("layer_types") or ()} | {str(config.model_type)}
-    bad = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENT))
-    if bad:
-        raise ValueError(
-            f"{type(model).__name__} keeps recurrent state ({', '.join(bad)}), which cannot be rolled back when a draft is rejected. "
-            "draftsmith supports attention-only targets for now."
-        )
 
 
 def model_folder(name: str) -> Path:

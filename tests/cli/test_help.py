@@ -36,7 +36,10 @@ def check_command(line: str, root: Path) -> None:
 
 
 def test_the_verbs_are_those_of_the_readme() -> None:
-    assert sorted(["demo", "respond", "preview", "train", "evaluate", "generate", "compare", "bench", "step"]) == VERBS
+    assert (
+        sorted(["demo", "respond", "preview", "train", "evaluate", "generate", "audit", "compare", "bench", "step"])
+        == VERBS
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

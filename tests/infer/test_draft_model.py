@@ -161,7 +161,20 @@ def test_what_was_drafted_and_accepted_is_not_read_again(target: Target, monkeyp
     monkeypatch.setattr(target, "verify", count)
     (output,) = drafting.decode(target, drafter, [[5, 6]], new_tokens=13)
     assert output.stats.rounds == 3
-    assert read == [2, 1, 1, 1, 4, 2, 1, 1, 4, 2, 1, 1, 4]  # the prompt, then rounds; each 4 is the target's own
+    assert read == [
+        1,
+        1,
+        1,
+        4,
+        2,
+        1,
+        1,
+        4,
+        2,
+        1,
+        1,
+        4,
+    ]  # in rounds; the prompt was prefilled. Each 4 is the target's own
 
 
 def test_rows_end_their_chains_separately(target: Target, draft: Target, prompts: list[list[int]]) -> None:

@@ -1,0 +1,71 @@
+"""The target's decoder layers: which they are, how their outputs are tapped, and which kinds are refused.
+
+Taps are numbered as 0-based decoder-layer outputs, here and everywhere: tap 0 is the residual stream after the first
+layer, and the last layer's tap is taken before the final norm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Tapping:
+    """Collects the outputs of some layers during one forward."""
+
+    def __init__(self, layers: nn.ModuleList, taps: tuple[int, ...]) -> None:
+        if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < len(layers)):
+            raise ValueError(
+                f"taps must be ascending 0-based layer outputs below {len(layers)}, got {taps}. Sort them and drop repeats."
+            )
+        self._modules = [layers[tap] for tap in taps]
+        self.outputs: list[Tensor] = []
+
+    def __enter__(self) -> Tapping:
+        self._handles = [module.register_forward_hook(self._keep) for module in self._modules]
+        return self
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    found = [layers for layers in lists if len(layers) == count]
+    if not found:
+        raise ValueError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers.")
+    return found[0]
+
+
+_RECURRENT = [
+    "mamba",
+    "rwkv",
+    "linear_attention",
+    "recurrent",
+    "conv",
+    "jamba",
+    "lfm2",
+    "bamba",
+    "falcon_h1",
+    "griffin",
+]
+
+
+def refuse_recurrent(model: PreTrainedModel) -> None:
+    """Recurrent state cannot be rolled back to before a rejected token, so such targets are refused, by name."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = {str(kind) for kind in config.to_dict().get("layer_types") or ()} | {str(config.model_type)}
+    bad = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENT))
+    if bad:
+        raise ValueError(
+            f"{type(model).__name__} keeps recurrent state ({', '.join(bad)}), which cannot be rolled back when a draft is rejected. "
+            "draftsmith supports attention-only targets for now."
+        )
