@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, bench, compare, demo, evaluate, generate, preview, respond, step, train
+from . import audit, bench, cache, compare, demo, evaluate, generate, preview, respond, step, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +37,7 @@ for verb in (
     demo.demo,
     respond.respond,
     preview.preview,
+    cache.cache,
     train.train,
     evaluate.evaluate,
     generate.generate,

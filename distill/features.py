@@ -1,5 +1,7 @@
 """Teacher batches: what the target computes on packed rows, in the training step or once beforehand.
 
+Beforehand, it is kept in main memory (here) or on disk (feature_cache.py).
+
 Letters: B rows, T positions, D hidden, F features, V vocabulary.
 
 Logits are never stored: the last hidden state and the target's own head give them when they are asked for, a chunk of
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +24,40 @@ from ..infer.target import Target
 from .packing import Row
 
 
+class TeacherSource(Protocol):
+    """Gives teacher batches of some packed rows, in any order."""
+
+    def batch(self, indices: Sequence[int]) -> TeacherBatch:
+        """These rows as one batch (B, T) on the target's device."""
+        ...
+
+
+@dataclass(frozen=True)
+class Online:
+    """The target reads the rows each time they are asked for."""
+
+    target: Target
+    rows: Sequence[Row]
+    taps: tuple[int, ...]
+
+    def batch(self, indices: Sequence[int]) -> TeacherBatch:
+        return teacher_batch(self.target, [self.rows[index] for index in indices], taps=self.taps)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the target computed on all rows beforehand (`precompute`)."""
+
+    stored: TeacherBatch
+    device: torch.device
+
+    def batch(self, indices: Sequence[int]) -> TeacherBatch:
+        return pick(self.stored, indices, self.device)
+
+
 def teacher_batch(target: Target, rows: Sequence[Row], *, taps: tuple[int, ...]) -> TeacherBatch:
     """Read packed rows with the target, on its device. Raises ValueError if it computed a NaN or an infinity."""
-    tokens = torch.stack([row.tokens for row in rows]).to(target.device)  # (B, T)
-    segments = torch.stack([row.segments for row in rows]).to(target.device)
-    positions = torch.stack([row.positions for row in rows]).to(target.device)
-    supervised = torch.stack([row.supervised for row in rows]).to(target.device)
+    tokens, segments, positions, supervised = stack_rows(rows, target.device)
     reading = target.read_packed(tokens, positions, segments, taps=taps)
     _check_finite("last hidden state", reading.hidden, rows)
     if reading.features is not None:
@@ -33,6 +65,14 @@ def teacher_batch(target: Target, rows: Sequence[Row], *, taps: tuple[int, ...])
     return TeacherBatch(
         tokens, segments, positions, supervised, reading.hidden, reading.features, logits=frozen_logits(target)
     )
+
+
+def stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, segments, positions and supervised of all rows, each (B, T) on `device`."""
+    tokens = torch.stack([row.tokens for row in rows]).to(device)
+    segments = torch.stack([row.segments for row in rows]).to(device)
+    positions = torch.stack([row.positions for row in rows]).to(device)
+    return tokens, segments, positions, torch.stack([row.supervised for row in rows]).to(device)
 
 
 def frozen_logits(target: Target) -> TeacherLogits:
@@ -63,15 +103,7 @@ def precompute(target: Target, rows: Sequence[Row], *, taps: tuple[int, ...], pr
         hidden[index] = read.hidden[0].cpu()
         if features is not None and read.features is not None:
             features[index] = read.features[0].cpu()
-    return TeacherBatch(
-        tokens=torch.stack([row.tokens for row in rows]),
-        segments=torch.stack([row.segments for row in rows]),
-        positions=torch.stack([row.positions for row in rows]),
-        supervised=torch.stack([row.supervised for row in rows]),
-        hidden=hidden,
-        features=features,
-        logits=frozen_logits(target),
-    )
+    return TeacherBatch(*stack_rows(rows, torch.device("cpu")), hidden, features, logits=frozen_logits(target))
 
 
 def pick(stored: TeacherBatch, indices: Sequence[int], device: torch.device) -> TeacherBatch:

@@ -6,6 +6,9 @@ manifest. Readers and the writer (`respond.py`) share the two models below, so n
 
     responses.jsonl            {"id": ..., "messages": [...], "truncated": false, "sequences": [...]} per line
     responses.manifest.json    target fingerprint, template hash, sampling, max_new_tokens
+
+One file serves any number of answers: writing is appending, and continuing reads it once, line by line, in the memory
+that its ids take.
 """
 
 from __future__ import annotations
@@ -17,9 +20,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+Spelling = Literal["written", "counted", "unknown", "differs"]
+"""How sure it is that the ids of an answer are those that the target wrote. written: they are. The others are of text
+from a server, tokenised here: counted: as many tokens, in the prompt and the answer, as the server says; unknown: it
+does not say; differs: it says another number."""
+
+
+def worse(one: Spelling, other: Spelling) -> Spelling:
+    """The less certain of two."""
+    order: tuple[Spelling, ...] = get_args(Spelling)
+    return max(one, other, key=order.index)
 
 
 class TokenSequence(BaseModel):
@@ -46,6 +60,8 @@ class Response(BaseModel):
     tools: list[dict[str, Any]] = []
     truncated: bool
     """Whether an answer was cut by the token limit, or the conversation by the target's context."""
+    spelling: Spelling = "written"
+    """Of all answers, the least certain."""
     sequences: list[TokenSequence]
 
 
@@ -57,15 +73,18 @@ class Manifest(BaseModel):
     format: Literal["draftsmith responses 1"] = "draftsmith responses 1"
     """Name and version of the file format."""
     target: dict[str, Any]
-    """`Target.fingerprint()`; its name is informative and not compared."""
+    """`Target.fingerprint()`; its name is informative and not compared. Of a target behind a server, what is known
+    (`served.ServedTarget.fingerprint`): its `weights` are None."""
     dtype: str
-    """Precision the target ran in."""
+    """Precision the target ran in; `served` behind a server."""
     template_hash: str
     """Chat template the prompts were written with."""
     sampling: dict[str, int | float]
     """Temperature, top_k, top_p and seed; each conversation's own seed follows from the seed and its id."""
     max_new_tokens: int
     """Limit of each answer."""
+    request: dict[str, Any] = {}
+    """What a server was asked for beyond that (`server.Server.body`)."""
 
     @classmethod
     def read(cls, responses: Path) -> Manifest:
@@ -103,24 +122,28 @@ def manifest_path(responses: Path) -> Path:
 
 def read_responses(path: Path, *, split: str | None = None) -> list[Response]:
     """All finished lines; a torn last line is left out, with a note. Raises ValueError naming a damaged line."""
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        print(f"responses: {path}: the last line is unfinished and left out", file=sys.stderr)
-    found, seen = [], set()
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            response = Response.model_validate_json(line)
-        except ValidationError as error:
-            raise ValueError(
-                f"{path}:{number}: not a response ({error.errors()[0]['msg']}). Remove the line or restore the file."
-            ) from error
-        if response.id in seen:
-            raise ValueError(f"{path}:{number}: id {response.id!r} occurs twice. Remove one of the lines.")
-        seen.add(response.id)
-        if split in (None, response.split):
-            found.append(response)
-    return found
+    return [response for response, _ in _scan(path) if split in (None, response.split)]
+
+
+def _scan(path: Path) -> Iterator[tuple[Response, int]]:
+    """Each finished line and where it ends, one at a time: a file of any length is continued in little memory."""
+    seen, end = set(), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                print(f"responses: {path}: the last line is unfinished and left out", file=sys.stderr)
+                return
+            try:
+                response = Response.model_validate_json(line)
+            except ValidationError as error:
+                raise ValueError(
+                    f"{path}:{number}: not a response ({error.errors()[0]['msg']}). Remove the line or restore the file."
+                ) from error
+            if response.id in seen:
+                raise ValueError(f"{path}:{number}: id {response.id!r} occurs twice. Remove one of the lines.")
+            seen.add(response.id)
+            end += len(line)
+            yield response, end
 
 
 @contextmanager
@@ -145,9 +168,10 @@ def open_to_append(path: Path, manifest: Manifest) -> Iterator[tuple[BinaryIO, s
             raise ValueError(
                 f"{path} is being written by another process. Wait for it or name another file."
             ) from error
-        done = {response.id for response in read_responses(path)}
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+        done, end = set[str](), 0
+        for response, end in _scan(path):  # noqa: B007 (the last one's is needed)
+            done.add(response.id)
+        file.truncate(end)
         try:
             yield file, done
         finally:
@@ -163,6 +187,7 @@ def append(file: BinaryIO, response: Response) -> None:
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(manifest.model_dump_json())
-    target, sampling = fields.pop("target"), fields.pop("sampling")
+    target, sampling, request = (fields.pop(name) for name in ("target", "sampling", "request"))
     fields |= {f"target {key}": value for key, value in target.items() if key != "name"}
-    return fields | {f"sampling {key}": value for key, value in sampling.items()}
+    fields |= {f"sampling {key}": value for key, value in sampling.items()}
+    return fields | {f"request {key}": value for key, value in request.items()}

@@ -72,9 +72,14 @@ class ChatTemplate:
         ends = [index for index, token in enumerate(answer) if token in self.eos_ids]
         return prompt, answer[: ends[-1] + 1] if ends else answer
 
+    def as_read(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[Sequence[Message], Sequence[dict[str, Any]]]:
+        """What the template is given: the same, or without tools where it has none and they are written into the text."""
+        return (messages, tools) if self.has_tools else (_without_tools(messages, tools), ())
+
     def _ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> list[int]:
-        if not self.has_tools:
-            messages, tools = _without_tools(messages, tools), ()
+        messages, tools = self.as_read(messages, tools)
         try:
             text = str(
                 self.tokenizer.apply_chat_template(

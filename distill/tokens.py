@@ -92,11 +92,13 @@ def _eos_ids(target: Target | PreTrainedTokenizerBase) -> tuple[int, ...]:
 def _ids_are_usable(path: Path, target: Target | PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the ids in a response file are this target's; if not, say so: the text will be tokenised anew."""
     manifest = Manifest.read(path)
-    name = manifest.target["name"]
+    name = manifest.target.get("served as", manifest.target["name"])
     theirs, ours = {"chat template": manifest.template_hash}, {"chat template": template_hash(tokenizer)}
     if isinstance(target, Target):
         theirs["vocabulary size"], ours["vocabulary size"] = manifest.target["vocab_size"], str(target.vocab_size)
-        if manifest.target["weights"] != target.fingerprint()["weights"]:
+        if manifest.target["weights"] is None:
+            print(f"samples: {path} was answered through a server, by what it calls {name}", file=sys.stderr)
+        elif manifest.target["weights"] != target.fingerprint()["weights"]:
             print(f"samples: {path} was answered by {name}: it is not this target's own text", file=sys.stderr)
     differ = [f"{key} {theirs[key]} there, {ours[key]} here" for key in ours if str(theirs[key]) != ours[key]]
     if differ:

@@ -70,7 +70,8 @@ class Run:
 
 
 def assemble(recipe: Recipe, *, resume: bool) -> Run:
-    """Put the run together. Raises ValueError for whatever the user can put right; nothing is written but run.json."""
+    """Put the run together. Raises ValueError for whatever the user can put right; nothing is written but
+    run.json and features on disk."""
     out = Path(recipe.out)
     places = checkpoint.checkpoints(out / CHECKPOINTS)
     if places and not resume:
@@ -85,9 +86,8 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
     with quiet:  # every process reads the same files; one speaks
         target = Target.load(recipe.target, dtype=recipe.target_dtype, device=str(accelerator.device))
         samples, train_rows, held_rows = data.load_rows(recipe, target)
-        drafter = _drafter(recipe, target, samples)
-        rows = data.prepare_rows(train_rows, drafter, features=recipe.data.features, what="training data")
-        held_out = data.prepare_rows(held_rows, drafter, features=recipe.data.features, what="held-out data")
+        drafter = make_drafter(recipe, target, samples)
+        rows, held_out = data.prepare(recipe, drafter, train_rows, held_rows)
         trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
         model, optimiser = engine.prepare(joined, recipe, drafter)
         stream = data.Stream(len(train_rows), recipe.rows_per_step, recipe.seed)
@@ -137,7 +137,8 @@ def _begin(
     return position, description["measured"]
 
 
-def _drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> TrainedDrafter:
+def make_drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> TrainedDrafter:
+    """The recipe's drafter before training; `samples` decide its draft vocabulary."""
     torch.manual_seed(recipe.seed)
     method = METHODS[recipe.head.method][1]
     if recipe.init is not None:

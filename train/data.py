@@ -18,7 +18,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..distill.features import pick, precompute, teacher_batch
+from ..distill.feature_build import build
+from ..distill.feature_cache import FeatureCache
+from ..distill.feature_codec import Compression
+from ..distill.features import Memory, Online, TeacherSource, precompute
 from ..distill.packing import Row, pack
 from ..distill.tokens import Sample, load_samples
 from ..heads import TeacherBatch, TrainedDrafter
@@ -34,18 +37,12 @@ class Rows:
     """N rows."""
     counts: Tensor
     """(N, K) int64: positions at which draft step k counts in each row (`TeacherBatch.step_mask`)."""
-    target: Target
-    """Reads the rows."""
-    taps: tuple[int, ...]
-    """Layers to tap."""
-    kept: TeacherBatch | None
-    """What the target computed on all rows beforehand, or None to read them anew each time."""
+    source: TeacherSource
+    """What the target computes on them: in the step, or from memory or disk."""
 
     def teach(self, indices: Sequence[int]) -> TeacherBatch:
         """The teacher batch of these rows, on the target's device."""
-        if self.kept is None:
-            return teacher_batch(self.target, [self.rows[index] for index in indices], taps=self.taps)
-        return pick(self.kept, indices, self.target.device)
+        return self.source.batch(indices)
 
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Tokens in these rows, padding left out."""
@@ -82,8 +79,49 @@ def load_rows(recipe: Recipe, target: Target) -> tuple[list[Sample], list[Row], 
     return samples, pack(samples, length=data.row_length), pack(held_out, length=data.row_length)
 
 
-def prepare_rows(rows: Sequence[Row], drafter: TrainedDrafter, *, features: str, what: str) -> Rows:
-    """Rows ready to be read. Raises ValueError if nothing counts at all, with the reason."""
+def prepare(
+    recipe: Recipe, drafter: TrainedDrafter, train_rows: Sequence[Row], held_rows: Sequence[Row]
+) -> tuple[Rows, Rows]:
+    """Training and held-out rows, ready to be read as the recipe's `data.features` says; every process calls it."""
+    features = recipe.data.features
+    caches = open_caches(recipe, drafter, train_rows, held_rows) if features == "disk" else (None, None)
+    return (
+        prepare_rows(train_rows, drafter, features=features, what="training data", cache=caches[0]),
+        prepare_rows(held_rows, drafter, features=features, what="held-out data", cache=caches[1]),
+    )
+
+
+def open_caches(
+    recipe: Recipe, drafter: TrainedDrafter, train_rows: Sequence[Row], held_rows: Sequence[Row]
+) -> tuple[FeatureCache, FeatureCache]:
+    """The recipe's feature caches, to be built or read; nothing is written yet.
+
+    Held-out rows are stored exactly: what a drafter is measured on are the states that it will decode from.
+    """
+    settings, target, taps = recipe.data.cache, drafter.target, drafter.taps
+    kinds: tuple[tuple[str, Sequence[Row], Compression], ...] = (
+        ("train", train_rows, settings.compression),
+        ("held-out", held_rows, "exact"),
+    )
+    train, held_out = (
+        FeatureCache(
+            recipe.cache_folder / name,
+            target,
+            rows,
+            taps=taps,
+            compression=compression,
+            shard_bytes=int(settings.shard_mib * 2**20),
+        )
+        for name, rows, compression in kinds
+    )
+    return train, held_out
+
+
+def prepare_rows(
+    rows: Sequence[Row], drafter: TrainedDrafter, *, features: str, what: str, cache: FeatureCache | None = None
+) -> Rows:
+    """Rows ready to be read; `cache` is where features on disk lie. Raises ValueError if nothing counts at all, with the
+    reason, and for what `feature_build.build` raises."""
     if not rows:
         raise ValueError(f"{what}: there are no rows, nothing would be trained. Check data.responses and its split.")
     counts = torch.stack([_counts(row, drafter.num_steps) for row in rows])
@@ -94,8 +132,18 @@ def prepare_rows(rows: Sequence[Row], drafter: TrainedDrafter, *, features: str,
             "two supervised tokens in a row), so nothing would be trained. Check the answers and the chat template with "
             "`draftsmith preview`."
         )
-    kept = precompute(drafter.target, rows, taps=drafter.taps, progress=True) if features == "memory" else None
-    return Rows(rows, counts, drafter.target, drafter.taps, kept)
+    return Rows(rows, counts, _source(rows, drafter, features, cache))
+
+
+def _source(rows: Sequence[Row], drafter: TrainedDrafter, features: str, cache: FeatureCache | None) -> TeacherSource:
+    target, taps = drafter.target, drafter.taps
+    if features == "online":
+        return Online(target, rows, taps)
+    if features == "memory":
+        return Memory(precompute(target, rows, taps=taps, progress=True), target.device)
+    assert cache is not None, "features on disk need a cache"
+    build(cache, progress=True)
+    return cache
 
 
 def fingerprint(rows: Sequence[Row]) -> str:

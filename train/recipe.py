@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, SerializeAsAny, Tag, ValidationError, model_validator
 
+from ..distill.feature_codec import Compression
 from ..distill.objectives import ObjectiveConfig
 from ..heads import METHODS, HeadConfig
 from .parsing import apply_overrides, explain, read_yaml
@@ -37,6 +38,18 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Cache(Section):
+    """The feature cache of `features: disk`; `draftsmith cache` builds it beforehand."""
+
+    folder: str | None = None
+    """Where it lies; None means `features` in the run's `out`. Name a folder that several runs share."""
+    compression: Compression = "int8"
+    """Of the training rows: exact (the target's precision), bf16, int8 (half of bf16) or int6 (3/8 of bf16); held-out rows
+    are stored exactly. What each costs in fidelity stands in distill/feature_codec.py."""
+    shard_mib: float = Field(default=256, gt=0)
+    """About the size of one file; a process holds a few times as much in memory while it writes one."""
+
+
 class Data(Section):
     """What is learned from, and what is held out."""
 
@@ -52,9 +65,11 @@ class Data(Section):
     """At most this many training samples, chosen by hash of their id; None takes all."""
     max_held_out: int | None = Field(200, ge=1)
     """At most this many held-out samples, likewise."""
-    features: Literal["online", "memory"] = "online"
+    features: Literal["online", "memory", "disk"] = "online"
     """online: the target reads every batch in its step. memory: each row is read once and what the target computed is
-    kept in main memory for later epochs; the size is printed."""
+    kept in main memory for later epochs. disk: likewise, in the files of `cache`, for later runs too. Sizes are printed."""
+    cache: Cache = Cache()
+    """Where features on disk lie, and how they are stored."""
     max_bad_share: float = Field(0.01, ge=0, le=1)
     """Above this share of unusable conversations the run stops."""
 
@@ -149,6 +164,11 @@ class Recipe(Section):
             )
         return self
 
+    @property
+    def cache_folder(self) -> Path:
+        """Folder of the feature caches, one below it for each split."""
+        return Path(self.data.cache.folder or Path(self.out) / "features")
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML file with `a.b=c` overrides applied. Raises ValueError with every fault in one message."""
@@ -175,18 +195,18 @@ def parse_recipe(content: dict[str, Any], *, source: str) -> Recipe:
 
 
 def differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
-    """`key: saved value, value now` for every field in which a saved recipe differs; where a run lies and is tracked,
-    and how often it is saved, may differ."""
-    now = _flat(recipe.model_dump(mode="json", exclude=_FREE))
-    then = _flat({key: value for key, value in saved.items() if key not in _FREE})
+    """`key: saved value, value now` for every field in which a saved recipe differs; where a run and its features lie,
+    how it is tracked, and how often it is saved, may differ."""
+    now, then = _flat(recipe.model_dump(mode="json")), _flat(saved)
+    free = _FREE if recipe.data.features == "disk" else (*_FREE, "data.cache")
     return [
         f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
         for key in sorted(then | now)
-        if then.get(key) != now.get(key)
+        if then.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{part}.") for part in free)
     ]
 
 
-_FREE = {"out", "wandb", "save_every", "keep_checkpoints"}
+_FREE = ("out", "wandb", "save_every", "keep_checkpoints", "data.cache.folder", "data.cache.shard_mib")
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

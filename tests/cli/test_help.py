@@ -36,10 +36,8 @@ def check_command(line: str, root: Path) -> None:
 
 
 def test_the_verbs_are_those_of_the_readme() -> None:
-    assert (
-        sorted(["demo", "respond", "preview", "train", "evaluate", "generate", "audit", "compare", "bench", "step"])
-        == VERBS
-    )
+    verbs = "audit bench cache compare demo evaluate generate preview respond step train"
+    assert verbs.split() == VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +12,17 @@ from pathlib import Path
 import pytest
 
 from draftsmith.distill.prompts import Conversation
-from draftsmith.distill.respond import RespondReport, conversation_seed, questions, respond
+from draftsmith.distill.respond import respond
 from draftsmith.distill.responses import Response, read_responses
+from draftsmith.distill.talks import RespondReport, conversation_seed
 from draftsmith.distill.template import ChatTemplate
 from draftsmith.distill.tokens import load_samples
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.request import Request
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
+
+from .nursery import Nursery
 
 GREEDY = SamplingParams()
 WARM = SamplingParams(temperature=0.9, top_k=20, seed=5)
@@ -105,25 +104,6 @@ def test_answers_that_came_with_the_data_are_replaced(tmp_path: Path, tiny_targe
     assert "somebody else" not in response.model_dump_json()
 
 
-@pytest.mark.parametrize(
-    ("roles", "groups"),
-    [
-        ("u", ["u"]),
-        ("uuu", ["u", "u", "u"]),
-        ("suau", ["su", "u"]),
-        ("uatau", ["u", "t", "u"]),
-        ("utta", ["utt"]),
-        ("uaau", ["u", "u"]),
-        ("usu", ["u", "su"]),
-        ("", []),
-    ],
-)
-def test_questions_are_what_each_answer_reads_first(roles: str, groups: list[str]) -> None:
-    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    asked = questions([{"role": names[role], "content": "x"} for role in roles])
-    assert ["".join(message["role"][0] for message in group) for group in asked] == groups
-
-
 def test_cut_answers_are_marked(tmp_path: Path, ending_target: Target) -> None:
     report = run(ending_target, TALKS, tmp_path / "r.jsonl", WARM)
     responses = read_responses(tmp_path / "r.jsonl")
@@ -192,58 +172,25 @@ def test_resuming_under_other_settings_is_refused(tmp_path: Path, tiny_target: T
         run(tiny_target, TALKS, tmp_path / "r.jsonl", WARM)
 
 
-NURSERY = """
-import os, sys
+RESPOND = """
 from pathlib import Path
-import torch
 from draftsmith.distill.prompts import load_conversations
 from draftsmith.distill.respond import respond
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
 
-torch.set_num_threads(1)  # a forked child must not wait for threads that it does not have
 target = Target.load(sys.argv[1])
 conversations = load_conversations(None, split="held-out")[:60]
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        sampling = SamplingParams(temperature=0.9, seed=3)
-        respond(target, conversations, Path(line.strip()), sampling=sampling, max_new_tokens=40, rows=8, progress=False,
-                max_bad_share=1.0)
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+def work(out):
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    respond(target, conversations, Path(out), sampling=sampling, max_new_tokens=40, rows=8, progress=False, max_bad_share=1.0)
 """
-
-
-class Nursery:
-    """A process that has loaded the target once and runs `respond` in children that can be killed for real."""
-
-    def __init__(self, target: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY, str(target)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-
-    def run(self, out: Path, *, kill_after: float | None = None) -> int:
-        """Exit status of one child; minus the signal's number if it was killed."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(out, file=self.process.stdin, flush=True)
-        child = int(self.process.stdout.readline())
-        if kill_after is not None:
-            time.sleep(kill_after)
-            with contextlib.suppress(ProcessLookupError):  # it was faster
-                os.kill(child, signal.SIGKILL)
-        return int(self.process.stdout.readline())
 
 
 @pytest.mark.slow
 def test_killed_at_random_instants_nothing_is_lost_or_doubled(tmp_path: Path, tiny_target_dir: Path) -> None:
-    nursery = Nursery(tiny_target_dir)
+    nursery = Nursery(RESPOND, tiny_target_dir)
     assert nursery.run(tmp_path / "first.jsonl") == 0
     began = time.perf_counter()
     assert nursery.run(tmp_path / "whole.jsonl") == 0
@@ -256,5 +203,5 @@ def test_killed_at_random_instants_nothing_is_lost_or_doubled(tmp_path: Path, ti
         if number % 4 == 3:
             assert statuses[-1] == 0
             assert by_id(out) == whole
-    nursery.process.kill()
+    nursery.close()
     assert statuses.count(-signal.SIGKILL) >= 10, "most kills hit a run that was under way"

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from draftsmith.heads import METHODS
-from draftsmith.train.recipe import Data, Optimiser, Recipe, Wandb, differences, load_recipe, parse_recipe
+from draftsmith.train.recipe import Cache, Data, Optimiser, Recipe, Wandb, differences, load_recipe, parse_recipe
 
 from ..heads.laws import SMALL
 from .conftest import Content
@@ -103,7 +103,7 @@ def test_differences_name_what_decides_the_training_only(content: Content) -> No
     assert differences(saved, recipe) == ["optimiser.lr: 0.5 then, 0.001 now"]
 
 
-@pytest.mark.parametrize("model", [Recipe, Data, Optimiser, Wandb])
+@pytest.mark.parametrize("model", [Recipe, Data, Cache, Optimiser, Wandb])
 def test_every_field_is_documented_under_it(model: type[BaseModel]) -> None:
     """Pydantic reads the docstrings only when asked, so they are read here from the source."""
     import ast
