@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, demo, evaluate, generate, preview, respond, train
+from . import bench, demo, evaluate, generate, plan, preview, respond, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +37,7 @@ for verb in (
     demo.demo,
     respond.respond,
     preview.preview,
+    plan.plan,
     train.train,
     evaluate.evaluate,
     generate.generate,
