@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, bench, cache, compare, demo, evaluate, generate, preview, respond, step, train
+from . import audit, bench, cache, compare, demo, evaluate, generate, plan, preview, respond, step, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +38,7 @@ for verb in (
     respond.respond,
     preview.preview,
     cache.cache,
+    plan.plan,
     train.train,
     evaluate.evaluate,
     generate.generate,

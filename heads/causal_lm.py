@@ -48,6 +48,8 @@ def prune(target: Target, keep: tuple[int, ...]) -> PreTrainedModel:
         raise ValueError(
             f"keep_layers must be ascending distinct layers below {target.num_layers}, got {keep}. Sort them and drop repeats."
         )
+    from torch.distributed.tensor import DTensor
+
     model = build(_with_layers(target.text_config, keep))
     (owner, layers), (new_owner, _) = (_stack(target.model, target.num_layers), _stack(model, len(keep)))
     body = {}
@@ -58,7 +60,7 @@ def prune(target: Target, keep: tuple[int, ...]) -> PreTrainedModel:
             if int(number) not in keep:
                 continue
             name = f"{layers}.{keep.index(int(number))}.{rest}"
-        body[name] = tensor
+        body[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # of a target that is split up
     try:
         model.get_submodule(new_owner).load_state_dict(body)
         head = model.get_output_embeddings()

@@ -194,6 +194,7 @@ def test_every_config_loads() -> None:
 
     import yaml
 
+    from draftsmith.train.blueprint import read_architecture
     from draftsmith.train.recipe import load_recipe
 
     recipes = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -207,8 +208,11 @@ def test_every_config_loads() -> None:
         assert settings["compute_environment"] == "LOCAL_MACHINE", launch
     for engine in engines:
         assert "zero_optimization" in json.loads(engine.read_text()), engine
+    targets = sorted((ROOT / "configs" / "targets").glob("*.json"))
+    for target in targets:
+        read_architecture(str(target))
     everything = {file for file in (ROOT / "configs").rglob("*") if file.is_file()}
-    assert everything == {*recipes, *launches, *engines}, "a config that no test loads"
+    assert everything == {*recipes, *launches, *engines, *targets}, "a config that no test loads"
 
 
 def test_every_recipe_is_in_papers() -> None:

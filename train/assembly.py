@@ -25,6 +25,7 @@ from . import checkpoint, data, engine
 from .checkpoint import Position
 from .provenance import provenance
 from .recipe import Recipe
+from .sharded import ShardedTarget
 
 CHECKPOINTS, RUN = "checkpoints", "run.json"
 
@@ -84,9 +85,9 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
         contextlib.nullcontext() if accelerator.is_main_process else contextlib.redirect_stderr(io.StringIO())
     )
     with quiet:  # every process reads the same files; one speaks
-        target = Target.load(recipe.target, dtype=recipe.target_dtype, device=str(accelerator.device))
+        target = load_target(recipe, joined)
         samples, train_rows, held_rows = data.load_rows(recipe, target)
-        drafter = make_drafter(recipe, target, samples)
+        drafter = build_drafter(recipe, target, samples)
         rows, held_out = data.prepare(recipe, drafter, train_rows, held_rows)
         trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
         model, optimiser = engine.prepare(joined, recipe, drafter)
@@ -125,6 +126,17 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
     )
 
 
+def load_target(recipe: Recipe, joined: engine.Engine) -> Target:
+    """The frozen target, whole or this process' part of it; with a part, a collective call. Raises ValueError if it cannot
+    be loaded or split so."""
+    if recipe.target_sharding == "tensor" and joined.world > 1:
+        shards = recipe.target_shards or joined.world
+        if joined.world % shards:
+            raise ValueError(f"target_shards {shards} does not divide {joined.world} processes; set it to a divisor.")
+        return ShardedTarget.load_shards(recipe.target, dtype=recipe.target_dtype, shards=shards)
+    return Target.load(recipe.target, dtype=recipe.target_dtype, device=str(joined.accelerator.device))
+
+
 def _begin(
     places: list[Path], fresh: Position, recipe: Recipe, joined: engine.Engine
 ) -> tuple[Position, dict[str, Any]]:
@@ -137,8 +149,9 @@ def _begin(
     return position, description["measured"]
 
 
-def make_drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> TrainedDrafter:
-    """The recipe's drafter before training; `samples` decide its draft vocabulary."""
+def build_drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> TrainedDrafter:
+    """The drafter before its first step; `samples` decide a reduced draft vocabulary. Raises ValueError if it cannot be
+    built for this target."""
     torch.manual_seed(recipe.seed)
     method = METHODS[recipe.head.method][1]
     if recipe.init is not None:
@@ -149,10 +162,9 @@ def make_drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> Train
     if size is None:
         return method(recipe.head, target)
     token_map = choose_vocabulary(samples, size, always=target.eos_ids, vocab_size=target.vocab_size)
-    print(
-        f"draft vocabulary: {size} tokens cover {coverage(samples, token_map):.2%} of the supervised ones",
-        file=sys.stderr,
-    )
+    if samples:
+        covered = f"{coverage(samples, token_map):.2%} of the supervised ones"
+        print(f"draft vocabulary: {size} tokens cover {covered}", file=sys.stderr)
     build: Callable[..., TrainedDrafter] = method  # those with a draft vocabulary take its token map
     return build(recipe.head, target, token_map=token_map)
 

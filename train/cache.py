@@ -12,7 +12,7 @@ from pathlib import Path
 from ..distill.feature_build import BuildReport, build
 from ..infer.target import Target
 from . import data
-from .assembly import make_drafter
+from .assembly import build_drafter
 from .recipe import load_recipe
 
 
@@ -37,7 +37,7 @@ def cache(path: str | Path, overrides: Sequence[str] = (), *, replace: bool = Fa
         )
     target = Target.load(recipe.target, dtype=recipe.target_dtype)
     samples, train_rows, held_rows = data.load_rows(recipe, target)
-    drafter = make_drafter(recipe, target, samples)
+    drafter = build_drafter(recipe, target, samples)
     caches = data.open_caches(recipe, drafter, train_rows, held_rows)
     train, held_out = (build(cache, check=True, replace=replace, progress=True) for cache in caches)
     return CacheReport(recipe.cache_folder, train, held_out)

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations import unset_hf_deepspeed_config
 
-from ..heads import TrainedDrafter
+from ..heads import LossSums, Objective, TeacherBatch, TrainedDrafter
 from .recipe import Recipe
+from .trackers import find_trackers
 
 REPLICATED = "replicated"
 """Every process holds the whole drafter and its optimiser: one process, or DDP."""
@@ -40,7 +41,8 @@ class Engine:
 
     accelerator: Accelerator
     name: str
-    """`replicated`, `fsdp2`, `zero-1`, `zero-2` or `zero-3`: what a checkpoint's training state is bound to."""
+    """`replicated`, `fsdp2`, `zero-1`, `zero-2`, `zero-3`, `zero-2-offload` or `zero-3-offload`: what a checkpoint's training
+    state is bound to."""
     micro_steps: int
     """Forwards per process and optimiser step."""
 
@@ -73,7 +75,7 @@ class Engine:
     def whole(self, model: nn.Module) -> Iterator[None]:
         """Within it the drafter has all its weights, also where they are sharded, so that methods other than forward can
         be called without gradients; a collective call."""
-        if self.name == "zero-3":
+        if self.name.startswith("zero-3"):
             from deepspeed import zero
 
             with zero.GatheredParameters(list(model.parameters())):
@@ -88,8 +90,12 @@ class Engine:
     def weights(self, model: nn.Module, drafter: TrainedDrafter) -> dict[str, Tensor]:
         """The drafter's whole tensors under the names of its own `state_dict`, on process 0 (elsewhere empty); a
         collective call."""
-        whole = self.accelerator.get_state_dict(model)
-        return {name: whole[name] for name in drafter.state_dict()} if self.rank == 0 else {}
+        whole, own = self.accelerator.get_state_dict(model), drafter.state_dict()
+        if self.rank != 0:
+            return {}
+        if not self.name.startswith("zero-3"):
+            return {name: whole[name] for name in own}
+        return {name: whole.get(_Unit.name_of(name), tensor) for name, tensor in own.items()}  # it has no buffers
 
 
 def join(recipe: Recipe) -> Engine:
@@ -103,8 +109,16 @@ def join(recipe: Recipe) -> Engine:
         _compile_nothing()
     if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and "LOCAL_RANK" in os.environ else []
-    accelerator = Accelerator(cpu=on_cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
+    handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # or DDP holds gradients twice
+    if on_cpu and "LOCAL_RANK" in os.environ:
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    accelerator = Accelerator(
+        cpu=on_cpu and not deepspeed,
+        mixed_precision="no",
+        kwargs_handlers=handlers,
+        log_with=find_trackers(recipe.trackers) or None,
+        project_dir=recipe.out,
+    )
     world = accelerator.num_processes
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     assert world == launched, f"{launched} processes were launched, accelerate joined {world}"
@@ -129,8 +143,8 @@ def count_micro_steps(recipe: Recipe, world: int) -> int:
 
 
 def prepare(engine: Engine, recipe: Recipe, drafter: TrainedDrafter) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The drafter inside the engine, and its AdamW over fp32 weights. The target stays outside. Raises ValueError if
-    nothing is trainable."""
+    """The drafter inside the engine, and its AdamW over fp32 weights. The target stays outside. What the model returns is
+    for `unpack`. Raises ValueError if nothing is trainable."""
     drafter.float()
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     if not parameters:
@@ -141,13 +155,45 @@ def prepare(engine: Engine, recipe: Recipe, drafter: TrainedDrafter) -> tuple[nn
     optimiser = torch.optim.AdamW(
         parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
     )
-    model, prepared = engine.accelerator.prepare(drafter, optimiser)
+    inside = _Unit(drafter.to(engine.accelerator.device)) if engine.name.startswith("zero-3") else drafter
+    model, prepared = engine.accelerator.prepare(inside, optimiser)
     return model, prepared
+
+
+class _Unit(nn.Module):
+    """The drafter for ZeRO-3: one module with all its weights, which are gathered together, once per pass.
+
+    Left to itself, DeepSpeed gathers them for every call of every layer, and how often a layer is called depends on a
+    process' own rows: the processes would wait for different weights. It looks for tensors in dicts, so one is returned.
+    """
+
+    def __init__(self, drafter: TrainedDrafter) -> None:
+        super().__init__()
+        object.__setattr__(self, "drafter", drafter)  # past the registry: its layers are not to be found
+        for name, parameter in drafter.named_parameters():
+            self.register_parameter(self.name_of(name), parameter)
+
+    drafter: TrainedDrafter
+
+    @staticmethod
+    def name_of(parameter: str) -> str:
+        """What a parameter of the drafter is called here."""
+        return parameter.replace(".", "/")
+
+    def forward(self, teacher: TeacherBatch, objective: Objective) -> dict[str, Any]:
+        return dict(vars(self.drafter(teacher, objective)))
+
+
+def unpack(out: LossSums | dict[str, Any]) -> LossSums:
+    """What the drafter returned, under any engine."""
+    return out if isinstance(out, LossSums) else LossSums(**out)
 
 
 def _name(accelerator: Accelerator) -> str:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return f"zero-{accelerator.state.deepspeed_plugin.zero_stage}"
+        plugin = accelerator.state.deepspeed_plugin
+        offload = plugin.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        return f"zero-{plugin.zero_stage}" + ("-offload" if offload != "none" else "")
     return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else REPLICATED
 
 

@@ -28,6 +28,8 @@ from . import checkpoint
 from .assembly import RUN, Run, assemble
 from .checkpoint import DRAFTER, Position
 from .data import seed_draws
+from .decoding import decode_held_out
+from .engine import unpack
 from .interrupt import Interrupt
 from .metrics import Tally, Totals, evaluate
 from .recipe import Recipe
@@ -59,7 +61,7 @@ def train(recipe: Recipe, *, resume: bool) -> TrainResult:
     """
     run = assemble(recipe, resume=resume)
     at, measured = run.position, run.measured
-    tracker = Tracker(recipe, is_main=run.is_main, total=run.num_steps, step=at.step, settings=run.description)
+    tracker = Tracker(recipe, run.engine.accelerator, total=run.num_steps, step=at.step, settings=run.description)
     budget = math.inf if recipe.minutes is None else 60 * recipe.minutes
     began, is_asked, saved = time.monotonic() - at.seconds, False, at.step or None
     with Interrupt() as interrupt:
@@ -105,7 +107,7 @@ def take_step(run: Run, batch: Sequence[int], counts: Tensor, *, step: int, lr: 
         seed_draws(run.recipe.seed, step, *micro)
         with accelerator.accumulate(model):  # gradients are exchanged in the last micro-step only
             with run.autocast():
-                out = model(teacher, run.objective)
+                out = unpack(model(teacher, run.objective))
             per_row = torch.tensor(out.weights) / counts.clamp(min=1)  # (K,)
             loss = (out.sums * per_row.to(out.sums)).sum()
             if not bool(torch.isfinite(loss)):
@@ -133,13 +135,13 @@ def _evaluate(run: Run, tracker: Tracker, step: int) -> dict[str, Any]:
             accelerator=run.engine.accelerator,
             size=run.recipe.rows_per_forward,
         )
-    totals = found.totals
-    tracker.log(step, totals.values("held_out"))
+    totals, real = found.totals, decode_held_out(run)
+    tracker.log(step, totals.values("held_out") | real.values("held_out"))
     shares = " ".join(f"{share:.3f}" for share in totals.acceptance)
     tracker.say(
-        f"step {step}: held-out loss {totals.loss:.4f}, acceptance {shares}, predicted tau {totals.predicted_tau:.3f}"
+        f"step {step}: held-out loss {totals.loss:.4f}, acceptance {shares}, predicted tau {totals.predicted_tau:.3f}{real}"
     )
-    return found.measured(step)
+    return found.measured(step) | real.measured()
 
 
 def _save(run: Run, tracker: Tracker, at: Position, measured: dict[str, Any]) -> int:

@@ -109,6 +109,11 @@ class Recipe(Section):
     """`smollm2-135m` (embedded), a local folder, or a Hugging Face model id."""
     target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the frozen target."""
+    target_sharding: Literal["none", "tensor"] = "none"
+    """none: every process holds the whole target. tensor: its layers are split over processes (train/sharded.py), for
+    targets that do not fit one device."""
+    target_shards: int | None = Field(None, ge=2)
+    """Neighbouring processes that hold one copy together, those of one node for instance; None: all."""
     head: SerializeAsAny[AnyHead]
     """What is trained: `method` and that method's own fields."""
     init: str | None = None
@@ -134,6 +139,11 @@ class Recipe(Section):
     """Compute of the drafter: bf16 is autocast over fp32 weights and fp32 gradients."""
     eval_every: int | None = Field(None, ge=1)
     """Steps between held-out evaluations; None evaluates once, at the end."""
+    decode_prompts: int = Field(8, ge=0)
+    """Held-out prompts that every evaluation answers with the real decode loop, greedily and with chain drafts, for tau as
+    it is beside tau as predicted; 0 leaves it out."""
+    decode_tokens: int = Field(32, ge=1)
+    """Length of those answers."""
     save_every: int | None = Field(None, ge=1)
     """Steps between checkpoints; None saves once, at the end."""
     keep_checkpoints: int = Field(2, ge=1)
@@ -144,6 +154,9 @@ class Recipe(Section):
     """Folder of the run: run.json, metrics.jsonl, timing.jsonl, checkpoints/, drafter/."""
     wandb: Wandb = Wandb()
     """Tracking beyond the files."""
+    trackers: tuple[str, ...] = ()
+    """Further trackers: names that accelerate knows (tensorboard, mlflow, trackio, ...), or `module:Class` of one's own
+    `accelerate.tracking.GeneralTracker`."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Recipe:
@@ -161,6 +174,15 @@ class Recipe(Section):
         if self.rows_per_forward > self.rows_per_step:
             raise ValueError(
                 f"rows_per_forward {self.rows_per_forward} exceeds rows_per_step {self.rows_per_step}; lower it to that."
+            )
+        if self.target_shards and self.target_sharding == "none":
+            raise ValueError(
+                "target_shards applies to a split target only; remove it or set target_sharding to tensor."
+            )
+        if self.target_sharding != "none" and self.head.model_dump().get("on_policy"):
+            raise ValueError(
+                "on_policy reads rows of some processes only and a sharded target is read by all together; set head.on_policy to 0 "
+                "or target_sharding to none."
             )
         return self
 
@@ -206,7 +228,17 @@ def differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     ]
 
 
-_FREE = ("out", "wandb", "save_every", "keep_checkpoints", "data.cache.folder", "data.cache.shard_mib")
+_FREE = (
+    "out",
+    "wandb",
+    "trackers",
+    "save_every",
+    "keep_checkpoints",
+    "target_sharding",
+    "target_shards",
+    "data.cache.folder",
+    "data.cache.shard_mib",
+)
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Where a run's figures go: metrics.jsonl and timing.jsonl always, Weights & Biases where wanted, a progress line.
+"""Where a run's figures go: metrics.jsonl and timing.jsonl always, Weights & Biases and others where wanted, a progress
+line.
 
 metrics.jsonl holds one line per step (`train/...`) and per evaluation (`held_out/...`), nothing that depends on the
 clock, so a run that was killed and continued leaves the same file as one that was not. timing.jsonl has the clock:
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 from urllib.parse import urlsplit
 
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .metrics import Values
 from .recipe import Recipe
+from .trackers import flat
 
 if TYPE_CHECKING:
     import wandb
@@ -34,14 +37,19 @@ _QUIET_SECONDS = 20.0
 class Tracker:
     """Writes on process 0; elsewhere every call does nothing."""
 
-    def __init__(self, recipe: Recipe, *, is_main: bool, total: int, step: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, recipe: Recipe, accelerator: Accelerator, *, total: int, step: int, settings: dict[str, Any]
+    ) -> None:
         """step: steps already done; later lines of an earlier attempt are removed. total: steps of the whole run."""
-        self._is_main, self._total, self._begun = is_main, total, step
-        if not is_main:
+        self._is_main, self._total, self._begun = accelerator.is_main_process, total, step
+        if not self._is_main:
             return
         out = Path(recipe.out)
         self._files = {name: _continue(out / name, step) for name in (METRICS, TIMING)}
         self._wandb = _start_wandb(recipe, settings)
+        self._others = accelerator if recipe.trackers else None
+        if self._others:
+            self._others.init_trackers(recipe.wandb.name or out.name, config=flat(recipe.model_dump(mode="json")))
         self._console = Console(stderr=True)
         self._clock = self._spoken = time.monotonic()
         self._tokens = 0
@@ -58,12 +66,15 @@ class Tracker:
         self._progress.start()
 
     def log(self, step: int, values: Values) -> None:
-        """One line of metrics.jsonl; its plain numbers go to Weights & Biases as well."""
+        """One line of metrics.jsonl; its plain numbers go to the other trackers as well."""
         if not self._is_main:
             return
         _write(self._files[METRICS], {"step": step} | values)
+        numbers = {name: value for name, value in values.items() if not isinstance(value, list)}
         if self._wandb:
-            self._wandb.log({name: value for name, value in values.items() if not isinstance(value, list)}, step=step)
+            self._wandb.log(numbers, step=step)
+        if self._others:
+            self._others.log(numbers, step=step)
         tau = values.get("held_out/predicted_tau")
         self._tau = float(tau) if isinstance(tau, int | float) else self._tau
 

@@ -83,6 +83,7 @@ def content(tiny_target_dir: Path, conversations: dict[str, str], tmp_path: Path
         "rows_per_forward": 2,
         "eval_every": 3,
         "save_every": 2,
+        "decode_prompts": 0,
         "out": str(tmp_path / "run"),
         "wandb": {"mode": "disabled"},
     }

@@ -1,7 +1,10 @@
-"""Two real processes under `accelerate launch`, over gloo on CPU: every engine follows the loss of one process."""
+"""Two real processes under `accelerate launch`, over gloo on CPU: with every engine every method follows the loss of one
+process.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,12 +17,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from draftsmith.train.checkpoint import checkpoints
 from draftsmith.train.loop import TrainResult, train
+from draftsmith.train.memory import share
 from draftsmith.train.recipe import parse_recipe
 
+from ..heads.laws import SMALL
 from .conftest import Content, read_lines
 
 pytestmark = pytest.mark.slow
@@ -35,10 +41,10 @@ def uneven(content: Content) -> Content:
 def launch(repo_root: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     """`launch("zero2", recipe, "a.b=c", ...)`: the launcher, started, with its output in `tmp_path/log`."""
 
-    def start(engine: str, recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+    def start(engine: str, *arguments: object, module: str = "draftsmith.train") -> subprocess.Popen[str]:
         config = repo_root / "configs" / "accelerate" / f"{engine}.yaml"
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
-        command += ["--main_process_port", "0", "-m", "draftsmith.train", str(recipe), *arguments]
+        command += ["--main_process_port", "0", "-m", module, *map(str, arguments)]
         with (tmp_path / "log").open("a") as log:
             return subprocess.Popen(
                 command, cwd=repo_root, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, text=True
@@ -60,21 +66,74 @@ def assert_follows(found: Path, alone: TrainResult, *, rel: float) -> None:
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=3e-6)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "zero2"])
-def test_two_processes_follow_the_loss_of_one(
-    engine: str,
-    uneven: Content,
-    write_recipe: Callable[[Content], Path],
-    launch: Callable[..., Any],
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def every_method(
+    tiny_target_dir: Path, conversations: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Content, TrainResult]]:
+    """Each method's recipe, with decoding, and what one process makes of it."""
+    found = {}
+    for method, head in SMALL.items():
+        content: Content = {
+            "target": str(tiny_target_dir),
+            "head": json.loads(json.dumps({"method": method, **head})),  # lists for tuples, as YAML has them
+            "objective": {"name": "forward_kl"},
+            "data": {**conversations, "row_length": 128},
+            "optimiser": {"lr": 1e-3, "warmup_share": 0.5},
+            "steps": 4,
+            "rows_per_step": 4,
+            "rows_per_forward": 1,
+            "decode_prompts": 5,
+            "decode_tokens": 12,
+            "out": str(tmp_path_factory.mktemp("alone") / method),
+            "wandb": {"mode": "disabled"},
+        }
+        found[method] = content, train(parse_recipe(content, source="test"), resume=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "engine", ["ddp", "ddp split", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+)
+def test_every_method_follows_the_loss_of_one_process(
+    engine: str, every_method: dict[str, tuple[Content, TrainResult]], launch: Callable[..., Any], tmp_path: Path
 ) -> None:
-    process = launch(engine, write_recipe(uneven), f"out={tmp_path / engine}")
-    alone = train(parse_recipe(uneven, source="test"), resume=False)  # beside the launch
+    """Losses, weights, predicted and real tau; `split`: with the target's layers split over the processes."""
+    name, _, is_split = engine.partition(" ")
+    recipes = []
+    for method, (content, _) in every_method.items():
+        recipes.append(tmp_path / f"{method}.yaml")
+        recipes[-1].write_text(yaml.safe_dump(content | {"out": str(tmp_path / method)}))
+    sharding = ["target_sharding=tensor"] if is_split else []
+    process = launch(name, *recipes, *sharding, module="tests.train.many")
     assert process.wait(300) == 0, (tmp_path / "log").read_text()
-    assert_follows(tmp_path / engine, alone, rel=1e-5)
+    for method, (_, alone) in every_method.items():
+        assert_follows(tmp_path / method, alone, rel=1e-4)
+        assert "held_out/real_tau" in read_lines(tmp_path / method / "metrics.jsonl")[-1]
+    assert_optimiser_takes_what_is_planned(tmp_path / "medusa", name)
 
 
-@pytest.mark.parametrize(("engine", "name"), [("zero3", "zero-3"), ("fsdp2", "fsdp2")])
+def assert_optimiser_takes_what_is_planned(run: Path, launch: str) -> None:
+    """On disk the optimiser's tensors are what they were in memory; a few bytes per tensor name them."""
+    trained = sum(
+        tensor.numel()
+        for tensor in load_file(run / "drafter" / "model.safetensors").values()
+        if tensor.is_floating_point()
+    )
+    state = checkpoints(run / "checkpoints")[-1] / "state"
+    files = [path for path in state.rglob("*") if "optim" in str(path.relative_to(state)) and path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    planned = share(launch, trained=trained, frozen=0, world=2)
+    if launch.endswith("_offload"):
+        each = planned.host * 3 // 4  # without the gradients
+    else:
+        each = planned.optimiser
+    processes = 1 if launch == "ddp" else 2
+    assert processes * each < size < 1.1 * processes * each + 80_000, (size, each, files)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("zero3", "zero-3"), ("fsdp2", "fsdp2"), ("zero2_offload", "zero-2-offload")]
+)
 def test_split_weights_killed_and_resumed_follow_too_and_refuse_another_engine(
     engine: str,
     name: str,

@@ -10,6 +10,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from draftsmith.train import engine
+from draftsmith.train.memory import BUCKET, LAUNCHES
 from draftsmith.train.recipe import parse_recipe
 
 from .conftest import Content
@@ -31,13 +32,16 @@ def test_launch_configs_are_accelerates(path: Path) -> None:
 
 
 def test_every_engine_has_a_launch_config() -> None:
-    assert [path.stem for path in LAUNCH] == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+    assert sorted(path.stem for path in LAUNCH) == sorted(LAUNCHES)
 
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.name)
 def test_deepspeed_configs_take_the_recipes_numbers(path: Path, content: Content) -> None:
     config = json.loads(path.read_text())
-    assert f"zero{config['zero_optimization']['stage']}" == path.stem.split("_")[0]
+    zero = config["zero_optimization"]
+    assert f"zero{zero['stage']}" == path.stem.split("_")[0]
+    assert zero["reduce_bucket_size"] == BUCKET, "what `draftsmith plan` counts with"
+    assert ("offload_optimizer" in zero) == path.stem.endswith("_offload")
     engine._configure_deepspeed(config, parse_recipe(content, source="test"), 3)
     assert config["gradient_accumulation_steps"] == 3
     assert config["gradient_clipping"] == 0.5

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.train.checkpoint import checkpoints
+from draftsmith.train.interrupt import Interrupt
 from draftsmith.train.loop import train
 from draftsmith.train.recipe import parse_recipe
 
@@ -98,6 +99,22 @@ def test_ctrl_c_saves_says_how_to_go_on_and_resumes_bit_identically(
     assert result.is_finished
     assert (broken / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
     assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_ctrl_c_before_the_first_step_is_a_checkpoint_too(content: Content, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Interrupt):
+        def __enter__(self) -> Interrupt:
+            entered = super().__enter__()
+            os.kill(os.getpid(), signal.SIGINT)
+            return entered
+
+    recipe = parse_recipe(content, source="test")
+    with monkeypatch.context() as patched:
+        patched.setattr("draftsmith.train.loop.Interrupt", Asked)
+        result = train(recipe, resume=False)
+    assert (result.step, result.is_finished) == (0, False)
+    assert [place.name for place in checkpoints(result.out / "checkpoints")] == ["step-000000"]
+    assert train(recipe, resume=True).is_finished
 
 
 @pytest.mark.slow

@@ -78,7 +78,8 @@ def test_offline_run_of_wandb_holds_config_curves_and_summary(
     content: Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    result = train(parse_recipe(content | {"wandb": {"mode": "offline", "name": "try"}}, source="test"), resume=False)
+    changes = {"wandb": {"mode": "offline", "name": "try"}, "decode_prompts": 4, "decode_tokens": 8}
+    result = train(parse_recipe(content | changes, source="test"), resume=False)
     [file] = (result.out / "wandb").glob("offline-run-*/run-*.wandb")
     records = finished_records(file)
     [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
@@ -100,6 +101,8 @@ def test_offline_run_of_wandb_holds_config_curves_and_summary(
         numbers = {name: value for name, value in line.items() if not isinstance(value, list) and name != "step"}
         assert {name: curves[line["step"]][name] for name in numbers} == numbers
     assert summary["held_out/predicted_tau"] == result.measured["predicted_tau"]
+    assert summary["held_out/real_tau"] == result.measured["real_tau"] >= 1.0
+    assert [step for step in sorted(curves) if "held_out/real_tau" in curves[step]] == [3, 6]
 
 
 def test_wandb_is_offline_unless_a_key_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

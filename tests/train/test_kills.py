@@ -1,0 +1,126 @@
+"""Nothing is lost: every stage is killed at random instants and goes on to the very end it would have reached.
+
+KILLS=20 kills each stage as often (six stages of a kill are enough for every day). The instants are drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.train.checkpoint import checkpoints
+
+from .child import verb, work
+from .conftest import WORDS, Content
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("KILLS", "3"))
+"""Of each stage."""
+
+
+class Stage:
+    """A command that is killed now and then, and what it has done so far."""
+
+    def __init__(self, start: Callable[[int], BaseProcess], done: Callable[[], int], *, whole: int) -> None:
+        """start: the process of the n-th attempt; done: units of work on disk; whole: units of an uninterrupted run."""
+        self.start, self.done, self.whole = start, done, whole
+
+    def survive(self, draw: random.Random) -> list[int]:
+        """Kill it KILLS times, spread over its work, then let it end. Returns how far it was at each kill."""
+        at = []
+        for kill in range(KILLS):
+            process = self.start(kill)
+            goal = max(self.done(), kill * self.whole // (KILLS + 1)) + draw.randint(
+                0, max(1, self.whole // (KILLS + 1))
+            )
+            ends = time.monotonic() + 200
+            while self.done() < min(goal, self.whole - 1) and process.exitcode is None:
+                assert time.monotonic() < ends, f"kill {kill}: waited in vain for {goal} of {self.whole}"
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.02))
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, f"kill {kill} came too late"
+            at.append(self.done())
+        process = self.start(KILLS)
+        process.join()
+        assert process.exitcode == 0
+        return at
+
+
+@pytest.fixture(scope="module")
+def spawn() -> Iterator[Callable[..., BaseProcess]]:
+    """`spawn(function, *arguments)`: a process forked from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["draftsmith.train.loop", "draftsmith.distill.respond", "draftsmith.cli.main"])
+
+    def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
+        process = context.Process(target=function, args=arguments)
+        process.start()
+        return process
+
+    return start
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_killed_in_every_stage_the_end_is_bit_identical(
+    spawn: Callable[..., BaseProcess],
+    tiny_target_dir: Path,
+    content: Content,
+    write_recipe: Callable[[Content], Path],
+    tmp_path: Path,
+) -> None:
+    draw, log = random.Random(11), str(tmp_path / "log")
+    prompts, count = tmp_path / "prompts.jsonl", 80
+    asked = [
+        {"id": f"p{n}", "messages": [{"role": "user", "content": " ".join(draw.sample(WORDS, 3))}]}
+        for n in range(count)
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in asked))
+
+    def respond(name: str) -> BaseProcess:
+        words = ["respond", "--target", tiny_target_dir, "--prompts", prompts, "--out", tmp_path / name / "r.jsonl"]
+        words += ["--rows", 4, "--max-new-tokens", 24, "--dtype", "float32"]
+        return spawn(verb, [str(word) for word in words], log)
+
+    def train(name: str, attempt: int) -> BaseProcess:
+        overrides = [f"data.responses={tmp_path / name / 'r.jsonl'}", f"out={tmp_path / name / 'run'}"]
+        return spawn(work, str(recipe), overrides, attempt > 0, log, None)
+
+    held = {"responses": "", "row_length": 128, "held_out": content["data"]["held_out"]}
+    recipe = write_recipe(content | {"data": held, "steps": 60, "eval_every": 30, "save_every": 5, "decode_prompts": 2})
+    respond("whole").join()
+    train("whole", 0).join()
+
+    answers, metrics = tmp_path / "killed" / "r.jsonl", tmp_path / "killed" / "run" / "metrics.jsonl"
+    at = Stage(lambda _: respond("killed"), lambda: len(whole_lines(answers)), whole=count).survive(draw)
+    assert at == sorted(at), f"answers were lost: {at}"
+    by_id = {line["id"]: line for line in whole_lines(answers)}
+    assert len(whole_lines(answers)) == len(by_id) == count, "an answer is there twice"
+    assert by_id == {line["id"]: line for line in whole_lines(tmp_path / "whole" / "r.jsonl")}
+
+    def steps() -> int:
+        lines = whole_lines(metrics)
+        return int(lines[-1]["step"]) if lines else 0
+
+    Stage(lambda attempt: train("killed", attempt), steps, whole=60).survive(draw)
+    for name in ("drafter/model.safetensors", "metrics.jsonl"):
+        assert (metrics.parent / name).read_bytes() == (tmp_path / "whole" / "run" / name).read_bytes(), name
+    newest = checkpoints(metrics.parent / "checkpoints")[-1].name
+    assert newest == checkpoints(tmp_path / "whole" / "run" / "checkpoints")[-1].name == "step-000060"
