@@ -10,11 +10,13 @@ from .dflash import DFlash, DFlashConfig
 from .draft_model import DraftModelConfig, TrainedDraftModel
 from .eagle3 import Eagle3, Eagle3Config
 from .files import check_binding, read_config, read_weights
+from .hydra import Hydra, HydraConfig
 from .medusa import Medusa, MedusaConfig
 from .pard import Pard, PardConfig
 
 METHODS: dict[str, tuple[type[HeadConfig], type[TrainedDrafter]]] = {
     "medusa": (MedusaConfig, Medusa),
+    "hydra": (HydraConfig, Hydra),
     "eagle3": (Eagle3Config, Eagle3),
     "dflash": (DFlashConfig, DFlash),
     "draft_model": (DraftModelConfig, TrainedDraftModel),

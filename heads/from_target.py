@@ -37,12 +37,10 @@ class LayeredConfig(HeadConfig):
 
     def resolve(self, target: Target) -> Self:
         """The config with every None that the target decides replaced by its value. Raises ValueError if it cannot be."""
-        settings, own_heads = target.text_config.to_dict(), target.text_config.num_attention_heads
+        own = own_shape(target, eps=self.rms_norm_eps, heads=self.num_heads)
         taps = self.taps or spread_taps(self.num_layers, target)
         check_taps(taps, target)
-        heads = self.num_heads or own_heads
-        kv_heads = self.num_kv_heads or settings.get("num_key_value_heads") or heads
-        width = self.head_dim or settings.get("head_dim") or target.hidden_size // own_heads
+        heads, kv_heads, width = own.heads, self.num_kv_heads or own.kv_heads, self.head_dim or own.head_width
         if heads % kv_heads or width % 2:
             raise ValueError(
                 f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads}) and head_dim ({width}) even. Set them in "
@@ -50,7 +48,7 @@ class LayeredConfig(HeadConfig):
             )
         sizes = {
             "taps": taps,
-            "intermediate_size": self.intermediate_size or settings.get("intermediate_size") or 4 * target.hidden_size,
+            "intermediate_size": self.intermediate_size or own.inner,
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": width,
@@ -89,6 +87,21 @@ class LayeredConfig(HeadConfig):
             "num_target_layers": target.num_layers,
             "target_layer_ids": list(self.taps or ()),
         }
+
+
+def own_shape(target: Target, *, eps: float, heads: int | None = None) -> LayerShape:
+    """Sizes of a decoder layer like the target's own; `eps` where its config names none. heads: query heads, the target's
+    if None."""
+    settings, own_heads = target.text_config.to_dict(), target.text_config.num_attention_heads
+    heads = heads or own_heads
+    return LayerShape(
+        width=target.hidden_size,
+        inner=settings.get("intermediate_size") or 4 * target.hidden_size,
+        heads=heads,
+        kv_heads=settings.get("num_key_value_heads") or heads,
+        head_width=settings.get("head_dim") or target.hidden_size // own_heads,
+        eps=settings.get("rms_norm_eps") or eps,
+    )
 
 
 def rotary_base(target: Target) -> float:

@@ -95,6 +95,28 @@ class MLP(nn.Module):
         return out
 
 
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at the start of training.
+
+    Where it reads more than it writes, x is taken through a learned linear map, which starts as the first entries of x.
+    """
+
+    def __init__(self, width: int, *, reads: int | None = None) -> None:
+        super().__init__()
+        reads = width if reads is None else reads
+        self.linear = nn.Linear(reads, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.skip = None if reads == width else nn.Linear(reads, width)
+        if self.skip is not None:
+            nn.init.eye_(self.skip.weight)
+            nn.init.zeros_(self.skip.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., reads) -> (..., width)."""
+        return (x if self.skip is None else self.skip(x)) + F.silu(self.linear(x))
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose keys, values and visibility belong to a memory."""
 

@@ -17,13 +17,13 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .layers import ResidualBlock
 from .vocabulary import DraftVocabulary
 
 
@@ -51,19 +51,6 @@ class MedusaConfig(HeadConfig):
                 "heads without blocks and without their own lm_head have nothing to train; set num_layers: 1."
             )
         return self
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), the identity at the start of training."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
 
 
 @dataclass

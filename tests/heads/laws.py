@@ -18,6 +18,12 @@ NEW_TOKENS = 40
 
 SMALL: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 3, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
+    "hydra": {
+        "num_heads": 3,
+        "num_layers": 2,
+        "prefix_layer": True,
+        "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 1)),
+    },
     "eagle3": {"num_steps": 3, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1))},
     "dflash": {
         "block_size": 4,

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from draftsmith.heads.layers import DecoderLayer, FusedLayer, LayerShape, RMSNorm, Rotation
+from draftsmith.heads.layers import DecoderLayer, FusedLayer, LayerShape, ResidualBlock, RMSNorm, Rotation
 from draftsmith.heads.unroll import Blocks, Unroll
 
 SHAPE = LayerShape(width=32, inner=64, heads=4, kv_heads=2, head_width=8, eps=1e-5)
@@ -69,3 +69,14 @@ def test_norm_is_computed_in_fp32() -> None:
     x = (torch.randn(5, 64) * 300).bfloat16()
     expected = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
     assert torch.equal(norm(x), expected.bfloat16())
+
+
+def test_a_residual_block_begins_as_the_identity_on_its_first_entries() -> None:
+    x = torch.randn(5, 12)
+    assert torch.equal(ResidualBlock(12)(x), x)
+    torch.testing.assert_close(ResidualBlock(4, reads=12)(x), x[:, :4])
+    wide = ResidualBlock(4, reads=12)
+    for parameter in wide.parameters():
+        torch.nn.init.normal_(parameter)
+    assert wide.skip is not None
+    torch.testing.assert_close(wide(x), wide.skip(x) + torch.nn.functional.silu(wide.linear(x)))
