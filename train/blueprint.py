@@ -38,7 +38,7 @@ class Measured:
     """What a run is made of; sizes in bytes."""
 
     weights: int
-    """Parameters of the target."""
+    """Numbers in the target's checkpoint."""
     active: int
     """Those a token is multiplied with: all, or with the chosen experts only."""
     target: int
@@ -101,7 +101,7 @@ def measure(recipe: Recipe, architecture: PretrainedConfig) -> Measured:
         sizes = [parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad]
         for parameter in drafter.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        weights = sum(parameter.numel() for parameter in target.model.parameters())
+        weights = _count(target.model)
         held = sum(parameter.numel() for parameter in drafter.parameters())
         experts = sum(parameter.numel() for parameter in _experts(target))
         split = sum(parameter.numel() for parameter in _split(target.model))
@@ -169,6 +169,13 @@ def _cache(target: Target) -> int:
     cache = KVCache(rows=1, capacity=64)
     target.prefill([torch.zeros(2, dtype=torch.int64)], cache, first_row=0)
     return cache.num_bytes() // cache.capacity
+
+
+def _count(model: nn.Module) -> int:
+    """Numbers in a checkpoint of the model, tied ones once: parameters, and buffers that are saved."""
+    saved = model.state_dict()
+    buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in saved)
+    return buffers + sum(parameter.numel() for parameter in model.parameters())
 
 
 def _num_experts(settings: dict[str, Any]) -> int:
