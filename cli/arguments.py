@@ -39,6 +39,20 @@ Dtype = Annotated[
         "--dtype", help="float32 (text identical to plain decoding, to the token), bfloat16 (faster), float16."
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="int8 (CPU, CUDA) or int4 (CUDA) weights for the target; texts are the quantised target's own.",
+        metavar="int8|int4",
+    ),
+]
+QuantizeDrafter = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize-drafter", help="The same for a drafter with weights; no text changes.", metavar="int8|int4"
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of tokens of this probability; 1 is off.")]
@@ -47,10 +61,11 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Limit of ea
 Rows = Annotated[int, typer.Option("--rows", help="Answers decoded at the same time.", min=1)]
 
 
-def open_drafter(name: str, target: Target, *, tree: str, rows: int) -> Drafter:
+def open_drafter(name: str, target: Target, *, tree: str, rows: int, quantize: str | None = None) -> Drafter:
     """The drafter called `name` (see `infer.drafters`). Raises ValueError if there is none or it does not fit.
 
-    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` optimises for.
+    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` optimises for. quantize:
+    int8 or int4 weights.
     """
     if tree not in ("fit", "chain", "saved"):
         raise ValueError(f"--tree must be fit, chain or saved, got {tree!r}.")
@@ -60,11 +75,22 @@ def open_drafter(name: str, target: Target, *, tree: str, rows: int) -> Drafter:
         from ..heads import load_drafter
 
         drafter = load_drafter(folder, target)
+        if quantize is not None:
+            _quantize(drafter, quantize, target)
         if tree == "chain":
             drafter.use_chain()
         return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
-    return make_drafter(name, target, load_trained)
+    return make_drafter(name, target, load_trained, quantize=quantize)
+
+
+def _quantize(drafter: TrainedDrafter, kind: str, target: Target) -> None:
+    from ..infer import quantized
+
+    if kind != "int8":
+        raise ValueError(f"a trained drafter can be quantised to int8, got {kind!r}; draft:MODEL to int4 too.")
+    quantized.check_kind(kind, target.device)
+    quantized.quantize(drafter, kind, keep=[target.head.weight, *drafter.indexed], device=target.device)
 
 
 def _fitted(drafter: TrainedDrafter, target: Target, *, rows: int) -> Drafter:

@@ -40,6 +40,10 @@ def audit(
         typer.Option(help="Whose texts they should be; what the file says, else smollm2-135m.", metavar="NAME"),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision to replay in; what the file says, else float32.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="int8 or int4 weights; as the file says, else none.", metavar="int8|int4"),
+    ] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the findings here too.")] = None,
 ) -> None:
     """Replay outputs through the target and judge each: exact, near-tie, or wrong.
@@ -57,7 +61,11 @@ def audit(
         from .evaluate import write_json
 
         outputs = _read(text, run)
-        model = Target.load(target or outputs.target or "smollm2-135m", dtype=dtype or outputs.dtype or "float32")
+        model = Target.load(
+            target or outputs.target or "smollm2-135m",
+            dtype=dtype or outputs.dtype or "float32",
+            quantize=quantize or outputs.quantize,
+        )
         if outputs.weights and outputs.weights != model.fingerprint()["weights"]:
             print(
                 f"audit: the outputs were written by a target with other weights ({outputs.target}), not by {model.name}",
@@ -157,4 +165,5 @@ def _token(target: Target, token: int | None, absent: str) -> str:
 
 
 def _dtype(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
+    quantized = f"{target.quantization.kind}, " if target.quantization else ""
+    return quantized + str(target.dtype).removeprefix("torch.")

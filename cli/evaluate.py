@@ -13,6 +13,8 @@ from .arguments import (
     DrafterName,
     Dtype,
     MaxNewTokens,
+    Quantize,
+    QuantizeDrafter,
     Rows,
     Seed,
     TargetName,
@@ -50,6 +52,8 @@ def evaluate(
     max_new_tokens: MaxNewTokens = 128,
     rows: Rows = 1,
     tree: Tree = "fit",
+    quantize: Quantize = None,
+    quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Decode prompts with and without the drafter and compare them.
@@ -64,21 +68,29 @@ def evaluate(
 
         from ..infer.sampling import SamplingParams
         from ..infer.target import Target
+        from .memory import beside, memory_table
 
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        model = Target.load(target, dtype=dtype)
-        asked = eval_prompts(model, prompts, split=None if prompts else "held-out", limit=limit)
-        document = compare(
-            model,
-            drafter,
-            asked,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            rows=rows,
-            tree=tree,
-            source=prompts,
-        )
+
+        def run(quantize: str | None) -> dict[str, Any]:
+            model = Target.load(target, dtype=dtype, quantize=quantize)
+            return compare(
+                model,
+                drafter,
+                eval_prompts(model, prompts, split=None if prompts else "held-out", limit=limit),
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                rows=rows,
+                tree=tree,
+                source=prompts,
+                quantize_drafter=quantize_drafter,
+            )
+
+        document = run(quantize)
         Console().print(table(document))
+        if quantize:  # the target as it was, on the same prompts, once the quantised one has left the memory
+            document["unquantized"] = beside(document, run(None))
+            Console().print("", memory_table(document))
         if json_out:
             write_json(document, json_out)
             print(f"written to {json_out}")
@@ -94,6 +106,7 @@ def compare(
     rows: int = 1,
     tree: str = "fit",
     source: str | None = None,
+    quantize_drafter: str | None = None,
 ) -> dict[str, Any]:
     """The evaluation document of the drafter called `drafter`; `source` says where the prompts came from."""
     from ..infer.evaluate import evaluate
@@ -102,12 +115,13 @@ def compare(
         raise ValueError("--drafter must name one; plain decoding is measured beside it in any case.")
     return evaluate(
         target,
-        open_drafter(drafter, target, tree=tree, rows=rows),
+        open_drafter(drafter, target, tree=tree, rows=rows, quantize=quantize_drafter),
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         rows=rows,
-        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree},
+        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree}
+        | ({"quantize_drafter": quantize_drafter} if quantize_drafter else {}),
     )
 
 
@@ -159,7 +173,8 @@ def _title(settings: dict[str, Any]) -> str:
     how = (
         "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']}, seed {sampling['seed']}"
     )
-    return f"{settings['target']}, {settings['dtype']}, {how}, {settings['max_new_tokens']} new tokens, {settings['rows']} at a time"
+    precision = settings["fingerprint"].get("quantization", settings["dtype"])
+    return f"{settings['target']}, {precision}, {how}, {settings['max_new_tokens']} new tokens, {settings['rows']} at a time"
 
 
 def _cells(figures: dict[str, Any], columns: tuple[str, ...]) -> list[str]:

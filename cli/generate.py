@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import DrafterName, Dtype, MaxNewTokens, Seed, TargetName, Temperature, TopK, TopP, Tree, open_drafter
+from .arguments import (
+    DrafterName,
+    Dtype,
+    MaxNewTokens,
+    Quantize,
+    QuantizeDrafter,
+    Seed,
+    TargetName,
+    Temperature,
+    TopK,
+    TopP,
+    Tree,
+    open_drafter,
+)
 from .report import reported
 
 if TYPE_CHECKING:
@@ -29,6 +42,8 @@ def generate(
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 128,
     tree: Tree = "fit",
+    quantize: Quantize = None,
+    quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "float32",
     json_out: Annotated[
         Path | None,
@@ -51,9 +66,11 @@ def generate(
         from .prompts import encode
 
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        model = Target.load(target, dtype=dtype)
+        model = Target.load(target, dtype=dtype, quantize=quantize)
         request = Request("prompt", encode(model, prompt), max_new_tokens, sampling)
-        engine = Engine(model, drafter=open_drafter(drafter, model, tree=tree, rows=1), rows=1)
+        engine = Engine(
+            model, drafter=open_drafter(drafter, model, tree=tree, rows=1, quantize=quantize_drafter), rows=1
+        )
         output = stream(engine, request)
         print(counts(output, engine.clock.total()), file=sys.stderr)
         if json_out:

@@ -48,6 +48,8 @@ class Outputs:
     dtype: str | None = None
     weights: str | None = None
     """`weights` of its fingerprint."""
+    quantize: str | None = None
+    """`quantization` of its fingerprint."""
 
 
 def read_run(path: Path) -> Outputs:
@@ -57,8 +59,8 @@ def read_run(path: Path) -> Outputs:
         settings, answers = document["settings"], document["answers"]
         sampling, limit = _sampling(settings["sampling"]), settings["max_new_tokens"]
         claims = [Claim(a["id"], a["prompt"], a["tokens"], sampling, a["finish"], limit) for a in answers]
-        weights = settings["fingerprint"]["weights"]
-        return Outputs(claims, settings["target"], settings["dtype"], weights)
+        made = settings["fingerprint"]
+        return Outputs(claims, settings["target"], settings["dtype"], made["weights"], made.get("quantization"))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} holds no outputs to audit ({type(error).__name__}: {error}). Expected what `draftsmith evaluate --json` or "
@@ -132,7 +134,8 @@ def _responses(path: Path) -> Outputs:
             name = response.id if len(spans) == 1 else f"{response.id} turn {turn}"
             finish = "length" if response.truncated else "eos"
             claims.append(Claim(name, ids[:start], ids[start:end], sampling, finish))
-    return Outputs(claims, manifest.target["name"], manifest.dtype, manifest.target["weights"])
+    made = manifest.target
+    return Outputs(claims, made["name"], manifest.dtype, made["weights"], made.get("quantization"))
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingParams:

@@ -28,7 +28,7 @@ def preview(
 
         from ..distill.tokens import load_samples
         from ..distill.tokens import preview as render
-        from ..infer.target import model_folder
+        from ..infer.pretrained import model_folder
 
         tokenizer = AutoTokenizer.from_pretrained(model_folder(target))
         samples = load_samples(data, tokenizer, split=split, max_length=max_length)

@@ -12,6 +12,8 @@ from .arguments import (
     DrafterName,
     Dtype,
     MaxNewTokens,
+    Quantize,
+    QuantizeDrafter,
     Rows,
     Seed,
     Temperature,
@@ -52,7 +54,7 @@ Body = Annotated[
 ]
 
 EMBEDDED = "smollm2-135m"
-HERE = ("drafter", "rows", "tree", "dtype")
+HERE = ("drafter", "rows", "tree", "dtype", "quantize", "quantize_drafter")
 THERE = ("model", "concurrency", "api_key_env", "timeout", "attempts", "body")
 """Options for a target that runs here, and for one behind a server."""
 
@@ -72,6 +74,8 @@ def respond(
     max_new_tokens: MaxNewTokens = 256,
     rows: Rows = 32,
     tree: Tree = "fit",
+    quantize: Quantize = None,
+    quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "bfloat16",
     server: Url = None,
     model: Model = None,
@@ -97,7 +101,21 @@ def respond(
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         if server is None:
             asked = load_conversations(prompts, split=split, limit=limit)
-            _say(_here(target or EMBEDDED, asked, out, sampling, max_new_tokens, drafter, rows, tree, dtype))
+            _say(
+                _here(
+                    target or EMBEDDED,
+                    asked,
+                    out,
+                    sampling,
+                    max_new_tokens,
+                    drafter,
+                    rows,
+                    tree,
+                    dtype,
+                    quantize,
+                    quantize_drafter,
+                )
+            )
         else:
             settings = _server(server, model, api_key_env, body, concurrency, timeout, attempts)
             asked = load_conversations(prompts, split=split, limit=limit)
@@ -158,11 +176,13 @@ def _here(
     rows: int,
     tree: str,
     dtype: str,
+    quantize: str | None,
+    quantize_drafter: str | None,
 ) -> RespondReport:
     from ..distill.respond import respond as let_target_respond
     from ..infer.target import Target
 
-    target = Target.load(name, dtype=dtype)
+    target = Target.load(name, dtype=dtype, quantize=quantize)
     return let_target_respond(
         target,
         conversations,
@@ -170,7 +190,7 @@ def _here(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         rows=rows,
-        drafter=open_drafter(drafter, target, tree=tree, rows=rows),
+        drafter=open_drafter(drafter, target, tree=tree, rows=rows, quantize=quantize_drafter),
     )
 
 

@@ -33,8 +33,7 @@ def load_stock(name: str, *, dtype: str, device: str, draft_length: int | None =
     """
     from transformers import AutoModelForCausalLM
 
-    from ..infer.pretrained import DTYPES
-    from ..infer.target import model_folder
+    from ..infer.pretrained import DTYPES, model_folder
 
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=DTYPES[dtype])
     if draft_length is not None:

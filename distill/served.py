@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ..infer.target import model_folder
+from ..infer.pretrained import model_folder
 from .responses import Spelling
 from .server import Completion, PromptFault, ServerFault
 from .talks import Talk

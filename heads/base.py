@@ -173,6 +173,11 @@ class TrainedDrafter(nn.Module, ABC):
     def num_steps(self) -> int:
         """K: tokens a chain draft has."""
 
+    @property
+    def indexed(self) -> tuple[Tensor, ...]:
+        """Matrices of linear layers whose rows are looked up too, not only multiplied by: they are not quantised."""
+        return ()
+
     @abstractmethod
     def use_tree(self, topology: Topology) -> None:
         """Draft this static tree from now on, whatever the config asks for; its depth is at most `num_steps`."""

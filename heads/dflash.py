@@ -164,6 +164,10 @@ class DFlash(TrainedDrafter):
         }
 
     @property
+    def indexed(self) -> tuple[Tensor, ...]:
+        return () if self.markov_head is None else (self.markov_head.markov_w2.weight,)
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps or ()
 

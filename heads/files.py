@@ -113,7 +113,7 @@ def check_binding(binding: Binding, target: Target, directory: Path) -> None:
     differs = [
         f"{key}: drafter {binding.target.get(key)!r}, target {value!r}"
         for key, value in mine.items()
-        if key != "name" and binding.target.get(key) != value
+        if key not in ("name", "quantization") and binding.target.get(key) != value  # a quantised target drafts alike
     ]
     if target.template_hash and binding.template_hash and target.template_hash != binding.template_hash:
         differs.append(f"chat template: drafter {binding.template_hash}, target {target.template_hash}")

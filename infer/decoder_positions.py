@@ -46,8 +46,11 @@ def bias_tables(layers: nn.ModuleList) -> list[Tensor | None]:
         if not biased:
             tables.append(None)
             continue
-        farthest = biased[0].relative_attention_max_distance
+        attention: Any = biased[0]
+        farthest = attention.relative_attention_max_distance
         with torch.no_grad():
-            bias = biased[0].compute_bias(1, farthest + 1, past_seen_tokens=farthest)  # (1, H, 1, D), nearest last
+            bias: Tensor = attention.compute_bias(
+                1, farthest + 1, past_seen_tokens=farthest
+            )  # (1, H, 1, D), nearest last
         tables.append(bias[0, :, 0].flip(-1))
     return tables

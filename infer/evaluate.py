@@ -19,6 +19,7 @@ from tqdm import tqdm
 from .audit import audit
 from .decode import Engine
 from .drafter import Drafter
+from .memory import num_bytes
 from .request import Output, Request, Stats
 from .sampling import SamplingParams
 from .target import Target
@@ -39,6 +40,8 @@ DEFINITIONS = {
     "acceptance": "acceptance@k, k = 1..: P(draft token k accepted | draft tokens 1..k-1 accepted)",
     "tokens_per_s": "all new tokens / wall-clock seconds, prefill included, with the drafter; _plain: without it",
     "speedup": "tokens_per_s / tokens_per_s_plain",
+    "memory": "bytes of the target's and the drafter's weights (None: it has none, or shares a model), of the target's cache at "
+    "its largest, and the card's peak (None on a CPU)",
     "ms_draft": "mean milliseconds per step in the drafter; ms_verify: in the target's forward; ms_host: everything else "
     "(verification, cache, text), prefill excluded",
 }
@@ -139,6 +142,8 @@ def evaluate(
     plain = Engine(target, rows=rows)
     drafted = Engine(target, drafter=drafter, rows=rows, verifier=verifier)
     plain.clock.exact = drafted.clock.exact = True
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
     _warm_up(plain, drafted, prompts[0])
     pools: dict[str, _Pool] = {}
     answers: list[dict[str, Any]] = []
@@ -170,6 +175,7 @@ def evaluate(
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")}
         | {"python": platform.python_version()},
         "machine": _machine(target),
+        "memory": _memory(target, drafter, drafted),
     }
 
 
@@ -223,6 +229,17 @@ def _compare(
         "finish": drafted.finish,
         "rounds": drafted.stats.rounds,
         "tau": drafted.stats.tau,
+    }
+
+
+def _memory(target: Target, drafter: Drafter, engine: Engine) -> dict[str, int | None]:
+    """Bytes of weights and of the target's cache; of all on the card at its fullest, where there is one."""
+    is_cuda = target.device.type == "cuda"
+    return {
+        "target_weights": num_bytes(target.model),
+        "drafter_weights": num_bytes(drafter) if isinstance(drafter, torch.nn.Module) else None,
+        "cache": engine.cache.num_bytes(),
+        "peak": torch.cuda.max_memory_allocated(target.device) if is_cuda else None,
     }
 
 

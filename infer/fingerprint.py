@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +35,6 @@ def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """First 16 hex digits over the chat template; empty if there is no tokenizer or template."""
     template = tokenizer.chat_template if tokenizer is not None else None
     return _short(str(template).encode()) if template else ""
-
-
-def fingerprint(
-    config: PretrainedConfig, *, name: str, head: Tensor, embedding: nn.Module, layers: nn.ModuleList
-) -> dict[str, Any]:
-    """What differs between two targets that a drafter could not tell apart by its shapes; `name` is informative."""
-    return {
-        "name": name,
-        "config": config_hash(config),
-        "weights": weights_hash(head, layers[-1]),
-        "vocab_size": head.shape[0],
-        "hidden_size": config.hidden_size,
-        "num_layers": len(layers),
-        "tied": any(parameter is head for parameter in embedding.parameters()),
-    }
 
 
 def _short(data: bytes) -> str:

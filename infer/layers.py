@@ -37,7 +37,14 @@ class Tapping:
             handle.remove()
 
 
-def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of the model's decoder layers. Raises ValueError if it has none that can be told from its other parts."""
+    if model.config.is_encoder_decoder:
+        found = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
+        if len(found) != 1:
+            raise ValueError(f"{type(model).__name__} is not supported: its decoder has {len(found)} lists of layers.")
+        return found[0]
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
     found = [layers for layers in lists if len(layers) == count]
     if not found:
@@ -45,18 +52,7 @@ def decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
     return found[0]
 
 
-_RECURRENT = [
-    "mamba",
-    "rwkv",
-    "linear_attention",
-    "recurrent",
-    "conv",
-    "jamba",
-    "lfm2",
-    "bamba",
-    "falcon_h1",
-    "griffin",
-]
+_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "conv", "jamba", "lfm2", "bamba", "falcon_h1")
 
 
 def refuse_recurrent(model: PreTrainedModel) -> None:

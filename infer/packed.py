@@ -10,6 +10,7 @@ Letters: I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -59,17 +60,19 @@ class PackedLinear(nn.Module):
 
 def is_packable(weight: Tensor) -> bool:
     """Whether packing pays: bfloat16 on a CPU whose oneDNN multiplies it in hardware."""
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    is_plain = type(weight) in (Tensor, nn.Parameter)  # not a quantised matrix that calls itself bfloat16
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and is_plain
     return on_cpu and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack(model: nn.Module) -> int:
-    """Replace every plain `nn.Linear` of a frozen model in place; returns how many were replaced."""
+def pack(model: nn.Module, *, skip: Collection[str] = ()) -> int:
+    """Replace every plain `nn.Linear` of a frozen model in place, but for children of these names; returns how many were
+    replaced."""
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and is_packable(child.weight)
+        if type(child) is nn.Linear and name not in skip and is_packable(child.weight)
     ]
     owners: dict[int, int] = {}
     for module in model.modules():

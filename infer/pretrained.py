@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from . import embedded, packed
+from . import embedded, packed, quantized
+from .fingerprint import weights_hash
+from .layers import decoder_layers
+from .quantized import Quantization
 
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_ASKED_FOR_WEIGHT = ("wo",)
+"""Linear layers that stay as they are: T5 looks at the dtype of this one's weight in every forward."""
 
-def load_pretrained(name: str, *, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What was loaded."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    quantization: Quantization | None
+
+
+def load_pretrained(name: str, *, dtype: str, device: str | None, quantize: str | None) -> Pretrained:
     """The language model called `name`, decoder-only or encoder-decoder as its config says, and its tokenizer.
 
-    Raises ValueError if it cannot be found or loaded, with the reason.
+    Raises ValueError if it cannot be found, loaded or quantised, with the reason.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if quantize is not None:
+        quantized.check_kind(quantize, device)  # before anything large is read
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     folder = embedded.resolve(name)
@@ -35,8 +55,20 @@ def load_pretrained(name: str, *, dtype: str, device: str | None) -> tuple[PreTr
             f"target {name!r} could not be loaded: {error}\nExpected `{embedded.NAME}`, a folder with config.json and "
             "weights, or a Hugging Face id that this machine can reach."
         ) from error
+    quantization = None if quantize is None else _quantize(model, quantize, device=device)
     module: nn.Module = model  # its `to` is wrapped in a way that type checkers misread
-    module.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not config.is_encoder_decoder:  # T5 looks at its layers' weights in every forward, which unpacking makes dear
-        packed.pack(module)
-    return model, tokenizer
+    module.to(device)
+    packed.pack(module, skip=_ASKED_FOR_WEIGHT)
+    return Pretrained(model, tokenizer, quantization)
+
+
+def _quantize(model: PreTrainedModel, kind: str, *, device: str) -> Quantization:
+    head: Tensor = model.get_output_embeddings().weight
+    before = weights_hash(head, decoder_layers(model)[-1])
+    quantized.quantize(model.eval().requires_grad_(False), kind, keep=[head], device=device)
+    return Quantization(kind, before)
+
+
+def model_folder(name: str) -> Path:
+    """Where the files of the model `name` are, for tools that need the folder itself."""
+    return Path(embedded.resolve(name))

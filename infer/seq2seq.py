@@ -25,6 +25,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from . import source_cache
 from .cache import KVCache
 from .decoder_positions import Placed, bias_tables
+from .layers import decoder_layers
 from .source_cache import DecoderPlan, EncoderPlan, SourceCache, Sources
 from .target import Reading, Target
 from .tree import TokenTree
@@ -44,11 +45,9 @@ class Seq2SeqTarget(Target):
     def _attach(self) -> None:
         if not self.model.config.is_encoder_decoder:
             raise ValueError(f"{type(self.model).__name__} is no encoder-decoder model: wrap it in Target.")
-        self.encoder, self.decoder = self.model.get_encoder(), self.model.get_decoder()
-        found = [child for child in self.decoder.children() if isinstance(child, nn.ModuleList)]
-        if len(found) != 1:
-            raise _unsupported(self.model, f"its decoder has {len(found)} lists of layers, not one")
-        self.layers = found[0]
+        self.encoder: PreTrainedModel = self.model.get_encoder()
+        self.decoder: PreTrainedModel = self.model.get_decoder()
+        self.layers = decoder_layers(self.model)
         self.num_layers = len(self.layers)
         self._places: nn.Module | None = dict(self.decoder.named_children()).get("embed_positions")
         self._limit = UNLIMITED if self._places is None else int(self.text_config.max_position_embeddings)
@@ -227,7 +226,7 @@ class Seq2SeqTarget(Target):
         positions = ((lengths - origins)[:, None] + tree.depths[:, skip:]).clamp(max=self._limit - 1)
         plan = DecoderPlan(decode, origins, shortest=min(sources), longest=max(sources), tables=self._tables)
         crossed = Sources(cache, first_row=first_row, count=len(sources), is_new=encoded is not None)
-        absent = self.embedding.weight.new_zeros(len(sources), 0, self.hidden_size)
+        absent = torch.zeros(len(sources), 0, self.hidden_size, dtype=self.dtype, device=self.device)
         with Placed(self._places, positions):
             out = self.decoder(
                 input_ids=tree.tokens[:, skip:],

@@ -84,8 +84,9 @@ class Sources(Cache):
     def __init__(self, cache: SourceCache, *, first_row: int, count: int, is_new: bool) -> None:
         super().__init__(layers=[])
         self._cache, self._is_new = cache, is_new
-        self._real, self._slots = cache.source_slots(first_row, count) if is_new else (None, None)
-        if not is_new:
+        if is_new:
+            self._real, self._slots = cache.source_slots(first_row, count)
+        else:
             states = (cache.source_states(layer, first_row, count) for layer in range(len(cache.keys)))
             self.layers: list[Any] = [_Layer(keys, values) for keys, values in states]
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import attention, embedded
+from . import attention
 from .cache import Decode, KVCache, Packed, Plan
-from .fingerprint import fingerprint, template_hash
+from .fingerprint import config_hash, template_hash, weights_hash
 from .layers import Tapping, decoder_layers, refuse_recurrent
 from .pretrained import load_pretrained
+from .quantized import Quantization
 from .tree import TokenTree
 
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load; nothing here needs it before a model does
@@ -43,17 +43,19 @@ class Reading:
 
 
 class Target:
-    """A frozen causal LM with its tokenizer.
-
-    Build it with `Target.load`; `Target(model, tokenizer)` wraps a model already in memory (tests, custom loading).
-    """
+    """A frozen causal LM with its tokenizer: loaded with `Target.load`, or wrapped around a model in memory."""
 
     is_encoder_decoder = False
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str = "in-memory"
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str = "in-memory",
+        quantization: Quantization | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.quantization = name, quantization
         self.model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self.text_config = model.config.get_text_config(decoder=True)
@@ -73,34 +75,37 @@ class Target:
         attention.register()
         self.model.config._attn_implementation = attention.NAME
         self.max_length: int = self.text_config.max_position_embeddings
-        self.num_layers: int = self.text_config.num_hidden_layers
-        self.layers = decoder_layers(self.model, self.num_layers)
+        self.layers = decoder_layers(self.model)
+        self.num_layers = len(self.layers)
         settings = self.text_config.to_dict()
         self._softcap: float | None = settings.get("final_logit_softcapping")
         self._logit_scale: float = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
         self._check_rebuilt_logits()
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "float32", device: str | None = None) -> Target:
+    def load(
+        cls, name: str, *, dtype: str = "float32", device: str | None = None, quantize: str | None = None
+    ) -> Target:
         """The target called `name`: `smollm2-135m` (embedded), a local folder, or a Hugging Face model id.
 
-        dtype: float32, bfloat16 or float16. device: cuda where there is one, else cpu. Raises ValueError if the model
-        cannot be found or loaded, with the reason.
+        dtype: float32, bfloat16 or float16. device: cuda where there is one, else cpu. quantize: int8 or int4 weights (see
+        quantized.py). Raises ValueError if the model cannot be found, loaded or quantised, with the reason.
         """
-        model, tokenizer = load_pretrained(name, dtype=dtype, device=device)
-        if model.config.is_encoder_decoder:
+        found = load_pretrained(name, dtype=dtype, device=device, quantize=quantize)
+        if found.model.config.is_encoder_decoder:
             from .seq2seq import Seq2SeqTarget
 
-            return Seq2SeqTarget(model, tokenizer, name=name)
-        return Target(model, tokenizer, name=name)
+            return Seq2SeqTarget(found.model, found.tokenizer, name=name, quantization=found.quantization)
+        return Target(found.model, found.tokenizer, name=name, quantization=found.quantization)
 
     @property
     def device(self) -> torch.device:
-        return self.head.weight.device
+        return next(self.embedding.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.weight.dtype
+        """That of the embedding and the head; the head is not asked, since a packed one is unpacked for the answer."""
+        return next(self.embedding.parameters()).dtype
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -122,10 +127,19 @@ class Target:
         return template_hash(self._tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a drafter's checkpoint is bound to."""
-        return fingerprint(
-            self.text_config, name=self.name, head=self.head.weight, embedding=self.embedding, layers=self.layers
-        )
+        """What a drafter's checkpoint is bound to. A quantised target has the weights' hash of what it was before, and says
+        so under `quantization`."""
+        made = self.quantization
+        told = {
+            "name": self.name,
+            "config": config_hash(self.text_config),
+            "weights": weights_hash(self.head.weight, self.layers[-1]) if made is None else made.weights,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "tied": any(parameter is self.head.weight for parameter in self.embedding.parameters()),
+        }
+        return told if made is None else told | {"quantization": made.kind}
 
     def encode(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Ids of a conversation (role and content each), ready to be answered."""
@@ -154,10 +168,8 @@ class Target:
         return KVCache(rows=rows, capacity=capacity)
 
     def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
-        """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included.
-
-        vocabulary: (W,) int64; only these tokens' logits are computed, (..., W).
-        """
+        """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included; with
+        vocabulary (W,) int64, of these tokens alone, (..., W)."""
         if vocabulary is None:
             logits: Tensor = self.head(hidden)
         else:
@@ -286,8 +298,3 @@ class Target:
                 f"{type(self.model).__name__}: its head applied to its last hidden state differs from its own logits by {gap:.3g}. "
                 "It post-processes logits in a way draftsmith does not know; please report the architecture."
             )
-
-
-def model_folder(name: str) -> Path:
-    """Where the files of target `name` are, for tools that need the folder itself."""
-    return Path(embedded.resolve(name))

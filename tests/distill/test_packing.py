@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.distill.packing import Row, pack, packing_efficiency
 from draftsmith.distill.tokens import Sample, load_samples
-from draftsmith.infer.target import model_folder
+from draftsmith.infer.pretrained import model_folder
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
