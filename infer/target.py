@@ -133,6 +133,10 @@ class Target:
         ids: Any = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
         return list(ids)
 
+    def written(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What of a prompt is text that the answer goes on with, for penalties: all of it."""
+        return prompt
+
     def check_room(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         """Raise ValueError if a prompt and that many new tokens do not fit the context."""
         if len(prompt) + max_new_tokens > self.max_length:
