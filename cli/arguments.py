@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -56,20 +56,66 @@ QuantizeDrafter = Annotated[
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of tokens of this probability; 1 is off.")]
+MinP = Annotated[
+    float,
+    typer.Option("--min-p", help="Keep the tokens at least this many times as likely as the likeliest; 0 is off."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty", help="Above 1: tokens of prompt and answer are less likely to return; 1 is off."
+    ),
+]
+PresencePenalty = Annotated[
+    float, typer.Option("--presence-penalty", help="Taken off the logits of tokens that the answer holds; 0 is off.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="The same, for each time the answer holds the token; 0 is off.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="End the answer before this text; may be given several times.", metavar="TEXT"),
+]
+VerifierName = Annotated[
+    str,
+    typer.Option(
+        "--verifier",
+        help="sample-match: with one seed the very text of plain decoding. token-level and block (chains), recursive and "
+        "traversal (trees): the target's distribution, for --drafter draft:MODEL. typical: LOSSY, not the target's text.",
+        metavar="sample-match|token-level|block|recursive|traversal|typical(LOSSY)",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="One seed, one text, with any drafter or none.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Limit of each answer.")]
 Rows = Annotated[int, typer.Option("--rows", help="Answers decoded at the same time.", min=1)]
 
 
-def open_drafter(name: str, target: Target, *, tree: str, rows: int, quantize: str | None = None) -> Drafter:
-    """The drafter called `name` (see `infer.drafters`). Raises ValueError if there is none or it does not fit.
+def open_drafter(
+    name: str,
+    target: Target,
+    *,
+    tree: str,
+    rows: int,
+    verifier: str = "sample-match",
+    quantize: str | None = None,
+) -> Drafter:
+    """The drafter called `name` (see `infer.drafters`), drafting what `verifier` judges.
 
     tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` optimises for. quantize:
-    int8 or int4 weights.
+    int8 or int4 weights. Raises ValueError if there is no such drafter, or it fits neither the target nor the verifier.
     """
     if tree not in ("fit", "chain", "saved"):
         raise ValueError(f"--tree must be fit, chain or saved, got {tree!r}.")
     from ..infer.drafters import make_drafter
+    from ..infer.verifiers import verifier_named
+
+    draws = verifier_named(verifier).draws
+    if draws and name != "none" and not name.startswith("draft:"):
+        raise ValueError(
+            f"--verifier {verifier} judges drafts by the probabilities they were drawn with, and {name} gives none. Use "
+            "--verifier sample-match, which is exact for every drafter, or --drafter draft:MODEL (a draft model that "
+            "draftsmith trained is a model folder too)."
+        )
 
     def load_trained(folder: Path, target: Target) -> Drafter:
         from ..heads import load_drafter
@@ -81,7 +127,8 @@ def open_drafter(name: str, target: Target, *, tree: str, rows: int, quantize: s
             drafter.use_chain()
         return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
-    return make_drafter(name, target, load_trained, quantize=quantize)
+    shape: Literal["", "chain", "tree"] = "chain" if draws and tree == "chain" else draws
+    return make_drafter(name, target, load_trained, draws=shape, quantize=quantize)
 
 
 def _quantize(drafter: TrainedDrafter, kind: str, target: Target) -> None:

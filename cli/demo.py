@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ..infer.evaluate import EvalPrompt
     from ..infer.target import Target
 
-ASKED, ANSWER_TOKENS, ROWS = 900, 112, 64
+ASKED, ANSWER_TOKENS, ROWS = 720, 112, 64
 """Shipped prompts that the target answers, the limit of each answer that the heads learn from, and the batch."""
-EVALUATED, EVALUATED_TOKENS = 20, 96
+EVALUATED, EVALUATED_TOKENS = 16, 96
 """Held-out prompts decoded with and without the drafter, and the limit of each answer."""
-EXACT = 6
+EXACT = 4
 """Of those, prompts decoded again in float32, where the text must be identical."""
 QUESTION = "Explain in a few sentences why leaves change their colour in autumn."
 

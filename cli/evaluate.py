@@ -12,9 +12,13 @@ import typer
 from .arguments import (
     DrafterName,
     Dtype,
+    FrequencyPenalty,
     MaxNewTokens,
+    MinP,
+    PresencePenalty,
     Quantize,
     QuantizeDrafter,
+    RepetitionPenalty,
     Rows,
     Seed,
     TargetName,
@@ -22,6 +26,7 @@ from .arguments import (
     TopK,
     TopP,
     Tree,
+    VerifierName,
     open_drafter,
 )
 from .report import reported
@@ -48,8 +53,13 @@ def evaluate(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 128,
+    verifier: VerifierName = "sample-match",
     rows: Rows = 1,
     tree: Tree = "fit",
     quantize: Quantize = None,
@@ -60,6 +70,7 @@ def evaluate(
 
     Prints tau, acceptance and tokens/s per category, and how many texts are
     identical. In bfloat16 near-ties can swap; each difference is audited.
+    Texts of verifiers that do not promise identity are not compared.
 
     Example: draftsmith evaluate --drafter runs/demo/drafter --limit 20 --json runs/evaluation.json
     """
@@ -70,7 +81,8 @@ def evaluate(
         from ..infer.target import Target
         from .memory import beside, memory_table
 
-        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        penalties = (repetition_penalty, presence_penalty, frequency_penalty)
+        sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
 
         def run(quantize: str | None) -> dict[str, Any]:
             model = Target.load(target, dtype=dtype, quantize=quantize)
@@ -82,6 +94,7 @@ def evaluate(
                 max_new_tokens=max_new_tokens,
                 rows=rows,
                 tree=tree,
+                verifier=verifier,
                 source=prompts,
                 quantize_drafter=quantize_drafter,
             )
@@ -105,6 +118,7 @@ def compare(
     sampling: SamplingParams | None = None,
     rows: int = 1,
     tree: str = "fit",
+    verifier: str = "sample-match",
     source: str | None = None,
     quantize_drafter: str | None = None,
 ) -> dict[str, Any]:
@@ -115,11 +129,12 @@ def compare(
         raise ValueError("--drafter must name one; plain decoding is measured beside it in any case.")
     return evaluate(
         target,
-        open_drafter(drafter, target, tree=tree, rows=rows, quantize=quantize_drafter),
+        open_drafter(drafter, target, tree=tree, rows=rows, verifier=verifier, quantize=quantize_drafter),
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         rows=rows,
+        verifier=verifier,
         settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree}
         | ({"quantize_drafter": quantize_drafter} if quantize_drafter else {}),
     )
@@ -174,7 +189,17 @@ def _title(settings: dict[str, Any]) -> str:
         "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']}, seed {sampling['seed']}"
     )
     precision = settings["fingerprint"].get("quantization", settings["dtype"])
-    return f"{settings['target']}, {precision}, {how}, {settings['max_new_tokens']} new tokens, {settings['rows']} at a time"
+    rule = "" if settings["promise"] == "same text" else f"\nverifier {settings['verifier']}: {_meaning(settings)}"
+    return (
+        f"{settings['target']}, {precision}, {how}, {settings['max_new_tokens']} new tokens, "
+        f"{settings['rows']} at a time{rule}"
+    )
+
+
+def _meaning(settings: dict[str, Any]) -> str:
+    from ..infer.verifiers import verifier_named
+
+    return verifier_named(settings["verifier"]).meaning
 
 
 def _cells(figures: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
@@ -187,8 +212,8 @@ def _cells(figures: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
         "draft": f"{figures['ms_draft']:.1f}",
         "verify": f"{figures['ms_verify']:.1f}",
         "host": f"{figures['ms_host']:.1f}",
-        "identical": f"{figures['identical']}/{figures['prompts']}",
-        "ties": str(figures["near_ties"]),
+        "identical": "-" if figures["identical"] is None else f"{figures['identical']}/{figures['prompts']}",
+        "ties": "-" if figures["near_ties"] is None else str(figures["near_ties"]),
     }
     return [cells[name] for name in columns]
 

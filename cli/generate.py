@@ -11,15 +11,21 @@ import typer
 from .arguments import (
     DrafterName,
     Dtype,
+    FrequencyPenalty,
     MaxNewTokens,
+    MinP,
+    PresencePenalty,
     Quantize,
     QuantizeDrafter,
+    RepetitionPenalty,
     Seed,
+    Stop,
     TargetName,
     Temperature,
     TopK,
     TopP,
     Tree,
+    VerifierName,
     open_drafter,
 )
 from .report import reported
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from ..infer.decode import Engine
     from ..infer.request import Output, Request
     from ..infer.target import Target
+    from ..infer.text import Piece
 
 
 def generate(
@@ -39,8 +46,14 @@ def generate(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 128,
+    stop: Stop = None,
+    verifier: VerifierName = "sample-match",
     tree: Tree = "fit",
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
@@ -53,7 +66,8 @@ def generate(
     """Stream one answer; tokens that the drafter proposed and the target accepted are green.
 
     The text is the target's own: with one seed it is the same with any drafter
-    and with none. Text goes to stdout, the counts to stderr.
+    and with none (other verifiers than sample-match promise less, and say so).
+    Text goes to stdout, the counts to stderr.
 
     Example: draftsmith generate "Why is the sky blue?" --drafter runs/demo/drafter --temperature 0.8 --seed 1
     """
@@ -62,22 +76,26 @@ def generate(
         from ..infer.request import Request
         from ..infer.sampling import SamplingParams
         from ..infer.target import Target
+        from ..infer.verifiers import verifier_named
         from .evaluate import write_json
         from .prompts import encode
 
-        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        penalties = (repetition_penalty, presence_penalty, frequency_penalty)
+        sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
+        rule = verifier_named(verifier)
         model = Target.load(target, dtype=dtype, quantize=quantize)
-        request = Request("prompt", encode(model, prompt), max_new_tokens, sampling)
-        engine = Engine(
-            model, drafter=open_drafter(drafter, model, tree=tree, rows=1, quantize=quantize_drafter), rows=1
-        )
+        request = Request("prompt", encode(model, prompt), max_new_tokens, sampling, stop or ())
+        chosen = open_drafter(drafter, model, tree=tree, rows=1, verifier=verifier, quantize=quantize_drafter)
+        engine = Engine(model, drafter=chosen, rows=1, verifier=rule.verify)
+        if not rule.keeps_text(temperature):
+            print(f"verifier {verifier}: {rule.meaning}", file=sys.stderr)
         output = stream(engine, request)
         print(counts(output, engine.clock.total()), file=sys.stderr)
         if json_out:
-            write_json(document(model, request, output), json_out)
+            write_json(document(model, request, output, verifier=verifier), json_out)
 
 
-def document(target: Target, request: Request, output: Output) -> dict[str, Any]:
+def document(target: Target, request: Request, output: Output, *, verifier: str) -> dict[str, Any]:
     """What `draftsmith audit --run` needs to replay the answer, in the shape of an evaluation document."""
     answer = {"id": output.id, "prompt": list(request.prompt), "tokens": output.tokens, "finish": output.finish}
     settings = {
@@ -86,6 +104,7 @@ def document(target: Target, request: Request, output: Output) -> dict[str, Any]
         "fingerprint": target.fingerprint(),
         "sampling": vars(request.sampling),
         "max_new_tokens": request.max_new_tokens,
+        "verifier": verifier,
     }
     return {"format": 1, "answers": [answer], "settings": settings}
 
@@ -95,14 +114,14 @@ def stream(engine: Engine, request: Request) -> Output:
     from rich.console import Console
 
     from ..infer.request import Output
-    from .streaming import TextStream
+    from ..infer.text import TextStream
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    text = TextStream(engine.target.tokenizer)
+    text = TextStream(engine.target.tokenizer, request.stop)
     engine.add(request)
     output, shown = Output(request.id), 0
     for progress in engine.stream():
-        output = progress.output
+        output = progress.output.checked()
         for token, accepted in zip(output.tokens[shown:], output.from_draft[shown:]):
             _show(console, text.feed(token, accepted=accepted))
         shown = len(output.tokens)
@@ -121,6 +140,6 @@ def counts(output: Output, seconds: float) -> str:
     )
 
 
-def _show(console: Console, piece: tuple[str, bool] | None) -> None:
-    if piece:
-        console.print(piece[0], style="green" if piece[1] else None, end="")
+def _show(console: Console, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        console.print(piece.text, style="green" if piece.accepted else None, end="")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,6 +58,7 @@ def read_run(path: Path) -> Outputs:
         document = json.loads(path.read_text(encoding="utf-8"))
         settings, answers = document["settings"], document["answers"]
         sampling, limit = _sampling(settings["sampling"]), settings["max_new_tokens"]
+        _check_replayable(settings, sampling)
         claims = [Claim(a["id"], a["prompt"], a["tokens"], sampling, a["finish"], limit) for a in answers]
         made = settings["fingerprint"]
         return Outputs(claims, settings["target"], settings["dtype"], made["weights"], made.get("quantization"))
@@ -110,7 +111,7 @@ def _claim(row: dict[str, Any], number: str) -> Claim:
             "it does not say what came out (tokens, response, or a last message of role assistant); "
             f"it has {', '.join(row)}."
         )
-    loose = {"temperature", "top_k", "top_p", "seed"} & row.keys()
+    loose = {field.name for field in fields(_settings_class())} & row.keys()
     if loose:
         raise ValueError(f'{", ".join(sorted(loose))} must stand in "sampling": {{...}} to count.')
     for ids in (prompt if "prompt_tokens" in row else (), answer if isinstance(answer, list) else ()):
@@ -139,6 +140,19 @@ def _responses(path: Path) -> Outputs:
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingParams:
+    return _settings_class()(**settings)
+
+
+def _settings_class() -> type[SamplingParams]:
     from ..infer.sampling import SamplingParams
 
-    return SamplingParams(**settings)
+    return SamplingParams
+
+
+def _check_replayable(settings: dict[str, Any], sampling: SamplingParams) -> None:
+    from ..infer.verifiers import verifier_named
+
+    name = settings.get("verifier", "sample-match")
+    rule = verifier_named(name)
+    if sampling.temperature > 0 and not rule.keeps_text(sampling.temperature):
+        raise ValueError(f"they were sampled under --verifier {name}, {rule.meaning}, so a seed does not replay them")

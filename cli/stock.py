@@ -81,7 +81,7 @@ def our_texts(engine: Engine, prompts: Sequence[Sequence[int]], *, max_new_token
     began = time.perf_counter()
     for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
         engine.add(Request(str(index), list(prompts[index]), max_new_tokens))
-    outputs = {output.id: output.tokens for output in engine.run()}
+    outputs = {output.id: output.checked().tokens for output in engine.run()}
     return Answers([outputs[str(index)] for index in range(len(prompts))], time.perf_counter() - began)
 
 

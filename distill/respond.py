@@ -96,7 +96,7 @@ class _Run:
             self._start(talk, active, engine)
         for output in engine.run():
             talk = active.pop(output.id)
-            self._take(talk, output)
+            self._take(talk, output.checked())
             if talk.ask(self.template, self.target.max_length):
                 self._start(talk, active, engine)
                 yield talk, False

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -80,7 +81,7 @@ class Manifest(BaseModel):
     template_hash: str
     """Chat template the prompts were written with."""
     sampling: dict[str, int | float]
-    """Temperature, top_k, top_p and seed; each conversation's own seed follows from the seed and its id."""
+    """Every setting of `SamplingParams`; each conversation's own seed follows from the seed and its id."""
     max_new_tokens: int
     """Limit of each answer."""
     request: dict[str, Any] = {}
@@ -186,8 +187,11 @@ def append(file: BinaryIO, response: Response) -> None:
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
+    from ..infer.sampling import SamplingParams  # late: it brings torch
+
     fields: dict[str, Any] = json.loads(manifest.model_dump_json())
     target, sampling, request = (fields.pop(name) for name in ("target", "sampling", "request"))
     fields |= {f"target {key}": value for key, value in target.items() if key != "name"}
-    fields |= {f"sampling {key}": value for key, value in sampling.items()}
+    off = asdict(SamplingParams())  # a setting that an older manifest does not know was off
+    fields |= {f"sampling {key}": value for key, value in (off | sampling).items()}
     return fields | {f"request {key}": value for key, value in request.items()}

@@ -10,23 +10,58 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .decode import Engine
-    from .decoder import Answer, SpeculativeDecoder
-    from .request import Output, Request, Stats
+    from .decoder import Answer, SpeculativeDecoder, Update
+    from .rejection import block, recursive, token_level, traversal
+    from .request import Output, Progress, Request, Stats
     from .sampling import SamplingParams
     from .target import Target
+    from .typical import typical_lossy
+    from .verifiers import VERIFIERS
+    from .verify import Verdict, Verifier, sample_match
 
 _HOME = {
+    "VERIFIERS": "verifiers",
     "Answer": "decoder",
     "Engine": "decode",
     "Output": "request",
+    "Progress": "request",
     "Request": "request",
     "SamplingParams": "sampling",
     "SpeculativeDecoder": "decoder",
     "Stats": "request",
     "Target": "target",
+    "Update": "decoder",
+    "Verdict": "verify",
+    "Verifier": "verify",
+    "block": "rejection",
+    "recursive": "rejection",
+    "sample_match": "verify",
+    "token_level": "rejection",
+    "traversal": "rejection",
+    "typical_lossy": "typical",
 }
 
-__all__ = ["Answer", "Engine", "Output", "Request", "SamplingParams", "SpeculativeDecoder", "Stats", "Target"]
+__all__ = [
+    "VERIFIERS",
+    "Answer",
+    "Engine",
+    "Output",
+    "Progress",
+    "Request",
+    "SamplingParams",
+    "SpeculativeDecoder",
+    "Stats",
+    "Target",
+    "Update",
+    "Verdict",
+    "Verifier",
+    "block",
+    "recursive",
+    "sample_match",
+    "token_level",
+    "traversal",
+    "typical_lossy",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .penalties import TokenCounts, penalise
 from .sampling import Sampling, SamplingParams
 from .target import Target
 from .tree import TokenTree
@@ -198,8 +199,7 @@ class _Replay:
         """The lead of the choice over the emitted token in logits (V,) float32, noise included."""
         scores, scale = logits, 1.0
         if not self.sampling.is_greedy:
-            noise = self.sampling.gumbel(self._positions(self.rows[place : place + 1]), len(logits))
-            scores = (self.sampling.log_probs(logits[None, None]) + noise)[0, 0]
+            scores = self.sampling.scores(logits[None, None], self._positions(self.rows[place : place + 1]))[0, 0]
             scale = self.sampling.params[0].temperature
         ahead, behind = scores[self.choice[place]].item(), scores[self.emitted[place]].item()
         return (ahead - behind) * scale if math.isfinite(behind) else None
@@ -211,8 +211,17 @@ class _Replay:
                 yield part, self._logits(hidden, part)
 
     def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """(1, R, V) in the target's dtype."""
-        return self.target.logits(hidden[rows])[None]
+        """(1, R, V), after penalties, each row's for the answer before it."""
+        logits = self.target.logits(hidden[rows])
+        if not self.sampling.has_penalties:
+            return logits[None]
+        texts, written = [], self.target.written(self.prompt)
+        for row in rows.tolist():
+            texts.append(TokenCounts(written))
+            for token in self.answer[:row]:
+                texts[-1].add(token)
+        settings = Sampling(self.sampling.params * len(texts), logits.device)
+        return penalise(logits[:, None], TokenTree.root(torch.zeros_like(rows)), settings, texts).transpose(0, 1)
 
     def _positions(self, rows: Tensor) -> Tensor:
         """(1, R): absolute positions of the tokens that these rows score."""

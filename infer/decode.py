@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .clock import Clock
 from .drafter import Drafter, NoDraft, Observation
-from .request import Output, Progress, Request
+from .penalties import penalise
+from .prefill import observations
+from .request import Finish, Output, Progress, Request
+from .row import Row
 from .sampling import Sampling
+from .shortage import memory_fault
 from .target import Reading, Target
 from .tree import TokenTree
 from .verify import Verdict, Verifier, sample_match
@@ -27,19 +30,13 @@ PREFILL_TOKENS = 512
 """Most prompt tokens read in one forward (their attention mask is that square)."""
 
 
-@dataclass
-class _Row:
-    request: Request
-    output: Output
-    length: int
-    """Tokens the target has read."""
-
-
 class Engine:
     """Continuous batching over one target and one drafter.
 
     rows: requests decoded at the same time; others wait and join as rows leave, so nothing waits for the longest
-    answer. The text of a request does not depend on who shares its batch (fp32).
+    answer. The text of a request does not depend on who shares its batch (fp32). `add` and `cancel` may be called between
+    any two steps, from the thread that drives the engine. What goes wrong with one request ends that request alone, with
+    finish "error" and the reason in its output.
     """
 
     def __init__(
@@ -51,53 +48,82 @@ class Engine:
         self.drafter: Drafter = drafter or NoDraft()
         self.clock = Clock(target.device)
         self.steps = 0
-        self.cache = target.new_cache(rows=rows, capacity=256)
-        self.state = self.drafter.start(rows=rows, capacity=256)
-        self._queue: deque[Request] = deque()
-        self._rows: list[_Row] = []
-        self._anchors = torch.zeros(0, dtype=torch.int64, device=target.device)
-        self._lengths = torch.zeros(0, dtype=torch.int64, device=target.device)
-        self._sampling = Sampling([], target.device)
+        self._ids: set[str] = set()  # of requests that are not finished, or whose end was not reported
+        self._queue: deque[Row] = deque()
+        self._ended: list[Output] = []  # other than by what they wrote: refused, cancelled, out of memory
+        self._told: deque[Progress] = deque()  # what a step did and `stream` has not yielded yet
+        self._joins_alone = False  # prompts are read one by one once memory has run out
+        self._begin_empty()
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it cannot fit the target's context or names unknown tokens."""
+        """Queue a request. One that the target cannot answer comes out of the next step, with finish "error".
+
+        Raises ValueError if a request of the same id is not finished.
+        """
+        if request.id in self._ids:
+            raise ValueError(f"a request {request.id!r} is not finished; give every request an id of its own.")
+        self._ids.add(request.id)
         try:
-            self.target.check_room(request.prompt, request.max_new_tokens)
+            self._queue.append(Row.open(request, self.target))
         except ValueError as error:
-            raise ValueError(f"request {request.id!r}: {error}") from error
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocab_size:
-            raise ValueError(f"request {request.id!r}: token ids must lie in [0, {self.target.vocab_size}).")
-        self._queue.append(request)
+            self._ended.append(Output(request.id, finish="error", error=str(error)))
+
+    @torch.inference_mode()
+    def cancel(self, id: str) -> bool:
+        """End a waiting or running request; what it has written so far comes out of the next step, with finish
+        "cancelled". False if there is no such request, because it is finished already or never was."""
+        for index, row in enumerate(self._rows):
+            if row.request.id == id:
+                self._end(row, "cancelled")
+                self._leave(index)
+                return True
+        for row in self._queue:
+            if row.request.id == id:
+                self._end(row, "cancelled")
+                self._queue.remove(row)
+                return True
+        return False
 
     def run(self) -> Iterator[Output]:
         """Decode until nothing is left, yielding each output when it is finished; `add` may be called meanwhile."""
         for progress in self.stream():
-            if progress.output.finish:
+            if progress.is_last:
                 yield progress.output
 
     def stream(self) -> Iterator[Progress]:
-        """Decode until nothing is left, yielding what every step added to every request."""
-        while self._queue or self._rows:
-            yield from self.step()
+        """Decode until nothing is left, yielding what every step added to every request.
+
+        Leaving it and coming back loses nothing.
+        """
+        while self._told or self._ended or self._queue or self._rows:
+            if not self._told:
+                self._told.extend(self.step())
+            while self._told:
+                yield self._told.popleft()
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
         """Let waiting requests join, which emits their first tokens, or else do one round of every active row."""
-        progress = self._admit()
+        progress = self._report() or self._admit()
         if progress or not self._rows:
             return progress
         self.steps += 1
-        with self.clock.time("draft"):
-            tree = self.drafter.draft(self.state, self._anchors, self._lengths, self._sampling)
-        with self.clock.time("verify"):
-            reading = self.target.verify(
-                tree, self._lengths, self.cache, longest=max(row.length for row in self._rows), taps=self.drafter.taps
-            )
-            logits = self.target.logits(reading.hidden)
-        with self.clock.time("host"):
-            verdict = self.verifier(tree, logits, self._lengths, self._sampling)
-            counts, width = self._commit(tree, reading, logits, verdict)
-            return self._emit(tree, verdict, counts, width)
+        try:
+            with self.clock.time("draft"):
+                tree = self.drafter.draft(self.state, self._anchors, self._lengths, self._sampling)
+            with self.clock.time("verify"):
+                longest = max(row.length for row in self._rows)
+                reading = self.target.verify(tree, self._lengths, self.cache, longest=longest, taps=self.drafter.taps)
+                logits = self.target.logits(reading.hidden)
+            with self.clock.time("host"):
+                logits = penalise(logits, tree, self._sampling, [row.counts for row in self._rows])
+                verdict = self.verifier(tree, logits, self._lengths, self._sampling)
+                counts, width = self._commit(tree, reading, logits, verdict)
+                return self._emit(tree, verdict, counts, width)
+        except (RuntimeError, MemoryError) as error:
+            fault = memory_fault(error)
+        self._start_over(failed=max(self._rows, key=lambda row: row.length), fault=fault)
+        return self._report()
 
     def _commit(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict) -> tuple[list[int], int]:
         """Keep the accepted rows of the cache, tell the drafter, move the anchors. The round's one host sync is here."""
@@ -132,14 +158,14 @@ class Engine:
             self.drafter.observe(self.state, seen)
 
     def _emit(self, tree: TokenTree, verdict: Verdict, counts: list[int], width: int) -> list[Progress]:
-        """Append each row's accepted tokens and bonus to its text, cut at EOS and at the token limit; retire rows."""
+        """Append each row's accepted tokens and bonus to its text, cut where the answer ends; retire rows."""
         kept = torch.cat([tree.tokens.gather(1, verdict.path[:, 1:width]), verdict.bonus[:, None]], dim=1).tolist()
         drafted: list[int] = (tree.valid.sum(dim=1) - 1).tolist()
         offered: list[int] = torch.where(tree.valid, tree.depths, 0).amax(dim=1).tolist()
         progress = []
         for index, row in enumerate(self._rows):
             accepted = counts[index] - 1
-            emitted = self._append(row, [*kept[index][:accepted], kept[index][-1]], accepted)
+            emitted = row.append([*kept[index][:accepted], kept[index][-1]], accepted)
             accepted = min(accepted, emitted)
             row.output.stats.count_round(
                 drafted=drafted[index],
@@ -147,25 +173,15 @@ class Engine:
                 accepted=accepted,
                 emitted=emitted,
             )
-            progress.append(Progress(row.output, emitted))
-        for index in reversed(range(len(self._rows))):
-            if self._rows[index].output.finish:
-                self._leave(index)
+            progress.append(Progress(row.output, emitted, bool(row.output.finish)))
+        self._retire()
         return progress
 
-    def _append(self, row: _Row, tokens: list[int], accepted: int) -> int:
-        """Add tokens, the first `accepted` of them drafted, up to EOS or the limit; returns how many were added."""
-        output, limit = row.output, row.request.max_new_tokens
-        for count, token in enumerate(tokens):
-            output.tokens.append(token)
-            output.from_draft.append(count < accepted)
-            if token in self.target.eos_ids:
-                output.finish = "eos"
-            elif len(output.tokens) == limit:
-                output.finish = "length"
-            if output.finish:
-                return count + 1
-        return len(tokens)
+    def _report(self) -> list[Progress]:
+        """What ended since the last step, and not by it."""
+        ended, self._ended = self._ended, []
+        self._ids.difference_update(output.id for output in ended)
+        return [Progress(output, 0, is_last=True) for output in ended]
 
     def _admit(self) -> list[Progress]:
         """Let waiting requests join once an eighth of the rows is free: their prompts are read in one packed forward."""
@@ -175,53 +191,56 @@ class Engine:
         progress: list[Progress] = []
         while self._queue and len(self._rows) < self.max_rows:
             group = [self._queue.popleft()]
-            total = len(group[0].prompt)
-            while self._queue and len(self._rows) + len(group) < self.max_rows:
-                total += len(self._queue[0].prompt)
+            total = len(group[0].text)
+            while self._queue and len(self._rows) + len(group) < self.max_rows and not self._joins_alone:
+                total += len(self._queue[0].text)
                 if total > PREFILL_TOKENS:
                     break
                 group.append(self._queue.popleft())
-            progress += self._join(group)
-        return progress
+            try:
+                progress += self._join(group)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                fault = memory_fault(error)
+            self._joins_alone = True
+            self._queue.extendleft(reversed(group))
+            self._start_over(failed=group[0] if len(group) == 1 else None, fault=fault)
+        return progress + self._report()
 
-    def _join(self, group: list[Request]) -> list[Progress]:
+    def _join(self, group: list[Row]) -> list[Progress]:
         """Prefill a group of requests into the next free rows and emit each one's first token."""
         with self.clock.time("prefill"):
             device, first_row = self.target.device, len(self._rows)
-            prompts = [torch.tensor(list(request.prompt), dtype=torch.int64) for request in group]
+            texts = [row.text for row in group]
+            prompts = [torch.tensor(text, dtype=torch.int64) for text in texts]
             reading = self.target.read_prompts(
                 prompts, self.cache, first_row=first_row, budget=PREFILL_TOKENS, taps=self.drafter.taps
             )
-            lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-            sampling = Sampling([request.sampling for request in group], device)
+            lengths = torch.tensor([len(text) for text in texts], device=device)
+            roots = TokenTree.root(torch.tensor([text[-1] for text in texts], device=device))
+            sampling = Sampling([row.request.sampling for row in group], device)
             ends = lengths.cumsum(0) - 1
             logits = self.target.logits(reading.hidden[0, ends])[:, None]  # (R, 1, V)
+            logits = penalise(logits, roots, sampling, [row.counts for row in group])
             anchors = sampling.choose(logits, lengths[:, None])[:, 0]
-            for index, prompt in enumerate(prompts):
-                part = slice(int(ends[index]) + 1 - len(prompt), int(ends[index]) + 1)
-                seen = Observation(
-                    rows=slice(first_row + index, first_row + index + 1),
-                    tokens=prompt.to(device)[None],
-                    count=lengths[index : index + 1],
-                    start=torch.zeros_like(lengths[:1]),
-                    hidden=reading.hidden[:, part],
-                    features=None if reading.features is None else reading.features[:, part],
-                    anchor=anchors[index : index + 1],
-                )
+            for seen in observations(prompts, reading, anchors, first_row=first_row):
                 self.drafter.observe(self.state, seen)
-        self._rows += [_Row(request, Output(request.id), len(request.prompt)) for request in group]
+        for row, text in zip(group, texts):
+            row.length = len(text)
+        self._rows += group
         self._anchors = torch.cat([self._anchors, anchors])
         self._lengths = torch.cat([self._lengths, lengths])
-        self._sampling = Sampling([row.request.sampling for row in self._rows], device)
-        return self._first_tokens(first_row, anchors.tolist())
+        self._set_sampling()
+        for row, token in zip(group, anchors.tolist()):
+            row.append([token], 0)
+        self._retire()
+        return [Progress(row.output, 1, bool(row.output.finish)) for row in group]
 
-    def _first_tokens(self, first_row: int, tokens: list[int]) -> list[Progress]:
-        joined = self._rows[first_row:]
-        progress = [Progress(row.output, self._append(row, [token], 0)) for row, token in zip(joined, tokens)]
-        for index in reversed(range(first_row, len(self._rows))):
+    def _retire(self) -> None:
+        for index in reversed(range(len(self._rows))):
             if self._rows[index].output.finish:
+                self._ids.discard(self._rows[index].request.id)
                 self._leave(index)
-        return progress
 
     def _leave(self, index: int) -> None:
         """Drop a finished row; the last row takes its place, so active rows stay contiguous."""
@@ -234,4 +253,36 @@ class Engine:
             stay[index] = last
         self._rows.pop()
         self._anchors, self._lengths = self._anchors[stay], self._lengths[stay]
+        self._set_sampling()
+
+    def _end(self, row: Row, finish: Finish, error: str = "") -> None:
+        row.end(finish, error)
+        self._ended.append(row.output)
+
+    def _start_over(self, *, failed: Row | None, fault: str) -> None:
+        """Memory ran out: `failed` ends, and all others join again by reading what they have written.
+
+        The error may have left caches and drafter half-way, so all of that is given up. Noise belongs to positions, so no
+        text changes.
+        """
+        rows = len(self._rows)
+        self._queue.extendleft(reversed(self._rows))
+        if failed is not None:
+            self._queue.remove(failed)
+            self._end(failed, "error", failed.out_of_memory(fault, rows=rows))
+        self._begin_empty()
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _begin_empty(self) -> None:
+        """No row is active, and nothing is kept of those that were."""
+        device = self.target.device
+        self.cache = self.target.new_cache(rows=self.max_rows, capacity=256)
+        self.state = self.drafter.start(rows=self.max_rows, capacity=256)
+        self._rows: list[Row] = []
+        self._anchors = torch.zeros(0, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._set_sampling()
+
+    def _set_sampling(self) -> None:
         self._sampling = Sampling([row.request.sampling for row in self._rows], self.target.device)

@@ -164,8 +164,7 @@ class DraftReader:
         """
         if sampling.is_greedy:
             return logits.float()
-        noise = sampling.gumbel(positions[:, None].expand(logits.shape[:2]), logits.shape[-1])
-        noisy = sampling.log_probs(logits) + noise
+        noisy = sampling.scores(logits, positions[:, None].expand(logits.shape[:2]))
         greedy = sampling.temperature == 0
         return torch.where(greedy[:, None, None], logits.float(), noisy) if bool(greedy.any()) else noisy
 

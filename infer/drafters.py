@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
+from .candidates import DraftTree
 from .draft_model import DraftModel
 from .drafter import Drafter, NoDraft
 from .lookahead import Lookahead
 from .prompt_lookup import PromptLookup
 from .target import Target
+from .tree import Topology
 
+DRAWN_TREE = Topology(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 0, 0)))
+"""Shape of the trees that a draft model samples: three first tokens, four levels."""
 NAMES = "none, prompt-lookup, lookahead, draft:MODEL (a folder or Hugging Face id), or the folder of a trained drafter"
 
 
@@ -19,13 +24,16 @@ def make_drafter(
     target: Target,
     load_trained: Callable[[Path, Target], Drafter] | None = None,
     *,
+    draws: Literal["", "chain", "tree"] = "",
     quantize: str | None = None,
 ) -> Drafter:
     """The drafter called `name`, ready to draft for `target`.
 
     name: one of NAMES. load_trained: loads a trained drafter's folder (`heads.load_drafter`; this room knows no methods).
-    A draft model is loaded in the target's precision, on its device; quantize: with int8 or int4 weights (a trained one
-    is quantised by its loader). Raises ValueError if there is no such drafter or it does not fit the target.
+    draws: the shape that a draft model samples, keeping the rows it samples from (see `verifiers.NamedVerifier`); '' for the
+    coupled draft of sample-match. It is loaded in the target's precision, on its device; quantize: with int8 or int4
+    weights (a trained one is quantised by its loader). Raises ValueError if there is no such drafter or it does not fit
+    the target.
     """
     if quantize is not None and name in ("none", "prompt-lookup", "lookahead"):
         raise ValueError(f"drafter {name!r} has no weights to quantise; leave --quantize-drafter out.")
@@ -38,7 +46,10 @@ def make_drafter(
     kind, _, model = name.partition(":")
     if kind == "draft" and model:
         dtype = str(target.dtype).removeprefix("torch.")
-        return DraftModel(Target.load(model, dtype=dtype, device=str(target.device), quantize=quantize), target)
+        draft = Target.load(model, dtype=dtype, device=str(target.device), quantize=quantize)
+        if draws == "tree":
+            return DraftTree(draft, target, shape=DRAWN_TREE)
+        return DraftModel(draft, target, is_drawn=draws == "chain")
     if load_trained is None or not name or not Path(name).is_dir():
         raise ValueError(f"there is no drafter {name!r}; expected {NAMES}.")
     return load_trained(Path(name), target)

@@ -23,14 +23,15 @@ from .memory import num_bytes
 from .request import Output, Request, Stats
 from .sampling import SamplingParams
 from .target import Target
-from .verify import Verifier, sample_match
+from .verifiers import verifier_named
 
 FORMAT = 1
 
 DEFINITIONS = {
     "prompts": "answers compared",
-    "identical": "answers whose token ids equal those of plain decoding with the same engine and settings",
-    "near_ties": "of the others, those whose first difference is a tie within this precision (see audit)",
+    "identical": "answers whose token ids equal those of plain decoding with the same engine and settings; null where the "
+    "verifier does not promise that (settings.verifier, settings.promise): nothing is compared then",
+    "near_ties": "of the others, those whose first difference is a tie within this precision (see audit); null likewise",
     "rounds": "target forwards in decode, prefill excluded, summed over rows",
     "drafted": "proposed tokens (tree nodes without the root)",
     "accepted": "drafted tokens that reached the text",
@@ -84,6 +85,7 @@ class _Side:
 class _Pool:
     """What is summed for a category and for the total."""
 
+    is_compared: bool = True
     prompts: int = 0
     identical: int = 0
     near_ties: int = 0
@@ -102,8 +104,8 @@ class _Pool:
     def report(self) -> dict[str, Any]:
         return {
             "prompts": self.prompts,
-            "identical": self.identical,
-            "near_ties": self.near_ties,
+            "identical": self.identical if self.is_compared else None,
+            "near_ties": self.near_ties if self.is_compared else None,
             "rounds": self.stats.rounds,
             "drafted": self.stats.drafted,
             "accepted": self.stats.accepted,
@@ -127,20 +129,23 @@ def evaluate(
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     rows: int = 1,
-    verifier: Verifier = sample_match,
+    verifier: str = "sample-match",
     settings: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Decode every prompt with and without the drafter and return the evaluation document.
 
     rows: requests decoded together on both sides (1: one at a time). settings: what else the document should record.
-    Answers that differ from plain decoding's are audited against the target.
+    Answers that differ from plain decoding's are audited against the target, unless `verifier` (a name of verifiers.py)
+    does not promise to repeat them: then no answer is called identical.
     """
     if not prompts:
         raise ValueError("there is nothing to evaluate: no prompts were given.")
     sampling = sampling or SamplingParams()
     plain = Engine(target, rows=rows)
-    drafted = Engine(target, drafter=drafter, rows=rows, verifier=verifier)
+    rule = verifier_named(verifier)
+    is_compared = rule.keeps_text(sampling.temperature)
+    drafted = Engine(target, drafter=drafter, rows=rows, verifier=rule.verify)
     plain.clock.exact = drafted.clock.exact = True
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
@@ -151,7 +156,7 @@ def evaluate(
     with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=not progress) as bar:
         for turn, group in enumerate(groups):
             requests = [Request(p.id, p.tokens, max_new_tokens, sampling) for p in group]
-            pool = pools.setdefault(group[0].category, _Pool())
+            pool = pools.setdefault(group[0].category, _Pool(is_compared))
             sides: dict[int, list[Output]] = {}
             for side in (turn % 2, 1 - turn % 2):  # alternate who goes first: the machine drifts
                 engine, totals = ((plain, pool.plain), (drafted, pool.drafted))[side]
@@ -160,7 +165,7 @@ def evaluate(
                 answers.append(_compare(target, prompt, one, two, sampling, pool))
             bar.update(len(group))
             bar.set_postfix_str(f"tau {pool.stats.tau:.2f}")
-    total = _Pool()
+    total = _Pool(is_compared)
     for pool in pools.values():
         total.add(pool)
     return {
@@ -171,6 +176,7 @@ def evaluate(
         "definitions": DEFINITIONS,
         "settings": {"max_new_tokens": max_new_tokens, "rows": rows, "sampling": vars(sampling), "target": target.name}
         | {"dtype": str(target.dtype).removeprefix("torch."), "fingerprint": target.fingerprint()}
+        | {"verifier": verifier, "promise": rule.promise}
         | (settings or {}),
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")}
         | {"python": platform.python_version()},
@@ -199,7 +205,7 @@ def _decode(engine: Engine, requests: list[Request], totals: _Side) -> list[Outp
     began = time.perf_counter()
     for request in requests:
         engine.add(request)
-    outputs = {output.id: output for output in engine.run()}
+    outputs = {output.id: output.checked() for output in engine.run()}
     seconds = time.perf_counter() - began
     phases = {name: value - before.get(name, 0.0) for name, value in engine.clock.seconds.items()}
     totals.add(_Side(sum(len(output.tokens) for output in outputs.values()), seconds, engine.steps - steps, phases))
@@ -209,10 +215,10 @@ def _decode(engine: Engine, requests: list[Request], totals: _Side) -> list[Outp
 def _compare(
     target: Target, prompt: EvalPrompt, plain: Output, drafted: Output, sampling: SamplingParams, pool: _Pool
 ) -> dict[str, Any]:
-    """Add one answer to the pool; audit it if it differs from plain decoding's."""
+    """Add one answer to the pool; audit it if it should equal plain decoding's and differs."""
     same = plain.tokens == drafted.tokens
     finding = None
-    if not same:
+    if pool.is_compared and not same:
         finding = audit(target, prompt.tokens, drafted.tokens, sampling=sampling, finish=drafted.finish)
     pool.prompts += 1
     pool.identical += same
@@ -221,7 +227,7 @@ def _compare(
     return {
         "id": prompt.id,
         "category": prompt.category,
-        "identical": same,
+        "identical": same if pool.is_compared else None,
         "audit": None if finding is None else vars(finding),
         "prompt": list(prompt.tokens),
         "tokens": drafted.tokens,

@@ -28,16 +28,9 @@ STREAM_BONUS = 3
 """The token that ends a round of a rejection verifier."""
 
 
-def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """Logical (zero-filling) right shift of int64."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def mix(values: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection of 64-bit words: int64 in, int64 out, any shape."""
-    values = (values ^ _shift_right(values, 30)) * _MIX_1
-    values = (values ^ _shift_right(values, 27)) * _MIX_2
-    return values ^ _shift_right(values, 31)
+    return _mix_in_place(values.clone())
 
 
 def uniform(seeds: Tensor, positions: Tensor, ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
@@ -45,12 +38,50 @@ def uniform(seeds: Tensor, positions: Tensor, ids: Tensor, *, stream: int = STRE
 
     seeds, positions: (R,) int64; ids: (V,) int64 -> (R, V). `stream` separates independent uses of one position.
     """
-    key = mix(mix(seeds * _GOLDEN + stream + 1) + positions * _GOLDEN)  # (R,); + 1 because mix(0) is 0
-    bits = mix(key[:, None] + ids[None, :] * _GOLDEN)  # (R, V)
-    # 52 bits: the half that keeps 0 out needs the 53rd, and rounding it away would let 1 in (infinite Gumbel noise).
-    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+    return _fractions(_keys(seeds, positions, stream)[:, None] + ids * _GOLDEN)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
     """Standard Gumbel noise, float32, shapes as `uniform`. Computed in float64: 24 bits would bias rare tokens."""
-    return -torch.log(-torch.log(uniform(seeds, positions, ids, stream=stream))).float()
+    keys, offsets = _keys(seeds, positions, stream), ids * _GOLDEN
+    if keys.is_cuda:
+        return _gumbel(keys[:, None] + offsets)
+    few = max(1, 2**16 // max(1, len(ids)))  # rows that stay in the processor's cache: four times faster
+    return torch.cat([_gumbel(part[:, None] + offsets) for part in keys.split(few)])
+
+
+def gumbel_at(seeds: Tensor, positions: Tensor, ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
+    """The entries of `gumbel` for single tokens: seeds, positions, ids (R,) int64 -> (R,) float32, the same numbers."""
+    return _gumbel(_keys(seeds, positions, stream) + ids * _GOLDEN)
+
+
+def _keys(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """(R,) int64; + 1 because mix(0) is 0."""
+    return mix(mix(seeds * _GOLDEN + stream + 1) + positions * _GOLDEN)
+
+
+def _gumbel(counters: Tensor) -> Tensor:
+    """float32 noise of int64 counters, which are overwritten."""
+    return _fractions(counters).log_().neg_().log_().neg_().float()
+
+
+def _fractions(counters: Tensor) -> Tensor:
+    """float64 in (0, 1) of int64 counters, which are overwritten.
+
+    52 bits: the half that keeps 0 out needs the 53rd, and rounding it away would let 1 in (infinite Gumbel noise).
+    """
+    words = _mix_in_place(counters)
+    return _shift_right(words, 12, torch.empty_like(words)).double().add_(0.5).mul_(2.0**-52)
+
+
+def _mix_in_place(values: Tensor) -> Tensor:
+    shifted = torch.empty_like(values)
+    values.bitwise_xor_(_shift_right(values, 30, shifted)).mul_(_MIX_1)
+    values.bitwise_xor_(_shift_right(values, 27, shifted)).mul_(_MIX_2)
+    return values.bitwise_xor_(_shift_right(values, 31, shifted))
+
+
+def _shift_right(values: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Logical (zero-filling) right shift of int64, into `out`."""
+    torch.bitwise_right_shift(values, bits, out=out)
+    return out.bitwise_and_((1 << (64 - bits)) - 1)

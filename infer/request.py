@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .sampling import SamplingParams
+
+Finish = Literal["", "eos", "stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -13,24 +16,21 @@ class Request:
     """One prompt to be continued."""
 
     id: str
+    """Distinct from that of every other request which is waiting or running."""
     prompt: Sequence[int]
     """Token ids, at least one."""
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
-
-    def __post_init__(self) -> None:
-        if len(self.prompt) == 0:
-            raise ValueError(f"request {self.id!r} has an empty prompt; give at least one token id.")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"request {self.id!r}: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+    stop: Sequence[str] = ()
+    """Strings that end the answer; its text ends before the first of them to be complete (see text.py)."""
 
 
 @dataclass
 class Stats:
     """Integers of decoding, pooled by adding. Prefill and the token it yields are not in them.
 
-    A round is one target forward. `emitted` counts tokens that reached the text (nothing after EOS or past the token
-    limit), `accepted` those of them that were drafted, `drafted` all proposed nodes.
+    A round is one target forward. `emitted` counts tokens that reached the answer (nothing after an EOS or a stop string
+    or past the token limit), `accepted` those of them that were drafted, `drafted` all proposed nodes.
     """
 
     rounds: int = 0
@@ -84,12 +84,23 @@ class Output:
 
     id: str
     tokens: list[int] = field(default_factory=list)
-    """New token ids, the EOS included where one ended the answer."""
+    """New token ids, with the EOS, or the token that completed a stop string, where one ended the answer."""
     from_draft: list[bool] = field(default_factory=list)
     """Per token: whether it was drafted and accepted (else it is the target's own)."""
-    finish: str = ""
-    """'eos', 'length' (token limit reached) or '' while running."""
+    finish: Finish = ""
+    """'eos', 'stop' (a stop string), 'length' (token limit reached), 'cancelled', 'error' or '' while running."""
     stats: Stats = field(default_factory=Stats)
+    text: str = ""
+    """Of a request with stop strings, its text, which ends before the stop string; '' for others, whose text the engine
+    does not follow."""
+    error: str = ""
+    """Why the request failed, where finish is 'error': what was wrong with it, or that memory ran out."""
+
+    def checked(self) -> Output:
+        """This output; raises ValueError with what went wrong if the request failed."""
+        if self.finish == "error":
+            raise ValueError(self.error)
+        return self
 
 
 @dataclass(frozen=True)
@@ -99,3 +110,5 @@ class Progress:
     output: Output
     new_tokens: int
     """The last `new_tokens` entries of output.tokens are new."""
+    is_last: bool
+    """Whether the answer is finished and nothing more will be said of it."""

@@ -108,6 +108,10 @@ class Seq2SeqTarget(Target):
         where = len(ids) - 1 - ids[::-1].index(start)
         return ids[:where], ids[where:]
 
+    def written(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The decoder's beginning, as transformers has it: a word of the source is not repeated by being translated."""
+        return self.split(prompt)[1]
+
     def check_room(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         source, begun = self.split(prompt)
         if len(source) > self._limit or len(begun) + max_new_tokens > self._limit:

@@ -27,7 +27,6 @@ from .tree import TokenTree
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load; nothing here needs it before a model does
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 PREFILL_MULTIPLE = 64
 """Prompts read together are filled up to a multiple of this: kernels and memory blocks of ever new sizes are costly."""
 
@@ -104,7 +103,7 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding and the head; the head is not asked, since a packed one is unpacked for the answer."""
+        """That of the embedding and the head."""
         return next(self.embedding.parameters()).dtype
 
     @property
@@ -117,13 +116,11 @@ class Target:
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends an answer: the generation config's list, else the tokenizer's or the model config's one."""
         ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        if ids is None:
-            ids = self.text_config.eos_token_id
+        ids = self.text_config.eos_token_id if ids is None else ids
         return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
 
     @cached_property
     def template_hash(self) -> str:
-        """Of the chat template; empty if there is no tokenizer or template."""
         return template_hash(self._tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -146,6 +143,10 @@ class Target:
         told: Any = [dict(message) for message in messages]
         ids: Any = self.tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
         return list(ids)
+
+    def written(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What of a prompt is text that the answer goes on with, for penalties: all of it."""
+        return prompt
 
     def check_room(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         """Raise ValueError if a prompt and that many new tokens do not fit the context."""
@@ -226,8 +227,9 @@ class Target:
         lengths = [len(prompt) for prompt in prompts]
         total = sum(lengths)
         spare = torch.zeros(-total % PREFILL_MULTIPLE, dtype=torch.int64)  # also their segment: no document
-        numbers = torch.repeat_interleave(torch.arange(1, len(prompts) + 1), torch.tensor(lengths))
-        segments = torch.cat([numbers, spare]).to(self.device)[None]
+        segments = torch.cat([*(torch.full((n,), i) for i, n in enumerate(lengths, start=1)), spare]).to(self.device)[
+            None
+        ]
         positions = torch.cat([*(torch.arange(n) for n in lengths), spare]).to(self.device)[None]
         tokens = torch.cat([*prompts, spare]).to(self.device)[None]
         cache.reserve(max(lengths) + 1)

@@ -69,7 +69,7 @@ def decode_held_out(run: Run) -> Decoded:
         engine.add(Request(str(number), prompt, run.recipe.decode_tokens))
     stats = Stats()
     for output in engine.run():
-        stats.add(output.stats)
+        stats.add(output.checked().stats)
     everywhere, stats = gather_object([stats]), Stats()
     for part in everywhere[::together]:
         stats.add(part)

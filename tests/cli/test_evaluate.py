@@ -55,6 +55,33 @@ def test_a_limit_spreads_over_the_file(
     assert [answer["id"] for answer in json.loads(out.read_text())["answers"]] == ["0", "2", "4"]
 
 
+def test_a_lossy_verifier_is_named_so_and_nothing_is_called_identical(
+    cli: Cli, tiny_target_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "evaluation.json"
+    settings = ("--target", tiny_target_dir, "--drafter", "prompt-lookup", "--prompts", questions, "--json", out)
+    ran = cli("evaluate", *settings, "--max-new-tokens", 6, "--verifier", "typical", "--min-p", 0.1)
+    assert ran.exit_code == 0, ran.stderr
+    assert "verifier typical: LOSSY" in ran.stdout
+    assert "6/6" not in ran.stdout
+    document = json.loads(out.read_text())
+    assert document["totals"]["identical"] is None
+    assert document["settings"]["promise"] == "lossy"
+    assert document["settings"]["sampling"]["min_p"] == 0.1
+
+
+def test_a_verifier_that_keeps_the_distribution_is_compared_where_text_is_greedy(
+    cli: Cli, tiny_target_dir: Path, questions: Path
+) -> None:
+    draft = f"draft:{tiny_target_dir}"
+    settings = ("--target", tiny_target_dir, "--drafter", draft, "--prompts", questions, "--dtype", "float32")
+    greedy = cli("evaluate", *settings, "--max-new-tokens", 6, "--verifier", "traversal")
+    assert "6/6" in greedy.stdout, greedy.stderr
+    sampled = cli("evaluate", *settings, "--max-new-tokens", 6, "--verifier", "traversal", "--temperature", 1)
+    assert "another text than plain decoding's" in " ".join(sampled.stdout.split())
+    assert "6/6" not in sampled.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -17,7 +17,16 @@ from .conftest import Cli
 COUNTS = re.compile(r"rounds (\d+)  drafted (\d+)  accepted (\d+)  emitted (\d+)  tau (\d+\.\d\d)  (\d+\.\d) tokens/s")
 
 
-@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8, "--seed", 1), ("--temperature", 1, "--top-k", 20)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        (),
+        ("--temperature", 0.8, "--seed", 1),
+        ("--temperature", 1, "--top-k", 20),
+        ("--temperature", 1, "--min-p", 0.05, "--repetition-penalty", 1.2),
+        ("--presence-penalty", 0.5, "--frequency-penalty", 0.2),
+    ],
+)
 def test_the_text_is_the_same_with_and_without_a_drafter(
     cli: Cli, tiny_target_dir: Path, drafter_dir: Path, sampling: tuple[object, ...]
 ) -> None:
@@ -42,6 +51,69 @@ def test_another_seed_gives_another_text(cli: Cli, tiny_target_dir: Path) -> Non
     one = cli("generate", "the cat", *settings, "--seed", 1)
     two = cli("generate", "the cat", *settings, "--seed", 2)
     assert one.stdout != two.stdout
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("--min-p", 0.9),
+        ("--repetition-penalty", 3),
+        ("--presence-penalty", 2),
+        ("--frequency-penalty", -2),
+        ("--stop", "e"),
+    ],
+)
+def test_every_setting_changes_the_text(cli: Cli, tiny_target_dir: Path, setting: tuple[object, ...]) -> None:
+    settings = ("generate", "the cat", "--target", tiny_target_dir, "--max-new-tokens", 60, "--temperature", 1)
+    assert cli(*settings, *setting).stdout != cli(*settings).stdout
+
+
+def test_a_stop_string_ends_the_answer_on_the_screen(cli: Cli, tiny_target_dir: Path, drafter_dir: Path) -> None:
+    settings = ("generate", "the cat", "--target", tiny_target_dir, "--drafter", drafter_dir, "--max-new-tokens", 40)
+    text = cli(*settings).stdout.removesuffix("\n")
+    letters = [text[at : at + 2] for at in range(3, len(text) - 1) if text[at : at + 2].isascii()]
+    ended = cli(*settings, "--stop", "never written", "--stop", letters[-1])
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.stdout == text[: text.index(letters[-1])] + "\n"
+
+
+VERIFIERS = ["token-level", "block", "recursive", "traversal", "typical"]
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_verifiers_say_what_they_promise(cli: Cli, tiny_target_dir: Path, verifier: str) -> None:
+    settings = ("generate", "the cat", "--target", tiny_target_dir, "--max-new-tokens", 20)
+    judged = (*settings, "--drafter", f"draft:{tiny_target_dir}", "--verifier", verifier)
+    ran = cli(*judged)
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.stdout == cli(*settings).stdout, "greedy text is the same"
+    assert ("LOSSY" in ran.stderr) == (verifier == "typical")
+    ran = cli(*judged, "--temperature", 1, "--tree", "chain")
+    assert ran.exit_code == 0, ran.stderr
+    said = "LOSSY" if verifier == "typical" else "another text than plain decoding's"
+    assert f"verifier {verifier}: " in ran.stderr
+    assert said in ran.stderr
+    assert "accepted 0" not in ran.stderr, "a draft model that is the target was never accepted"
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS[:-1])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "lookahead", "FOLDER"])
+def test_verifiers_that_judge_probabilities_refuse_drafters_without(
+    cli: Cli, tiny_target_dir: Path, tmp_path: Path, verifier: str, drafter: str
+) -> None:
+    name = drafter.replace("FOLDER", str(tmp_path))
+    ran = cli("generate", "hi", "--target", tiny_target_dir, "--drafter", name, "--verifier", verifier)
+    assert ran.exit_code == 2
+    assert "--verifier sample-match" in ran.stderr
+    assert "--drafter draft:MODEL" in ran.stderr
+    assert ran.stdout == ""
+
+
+def test_lossy_is_said_where_it_can_be_chosen(cli: Cli) -> None:
+    for verb in ("generate", "evaluate"):
+        shown = " ".join(cli(verb, "--help").stdout.split())
+        assert "typical(LOSSY)" in shown
+        assert "typical: LOSSY" in shown
 
 
 def test_the_last_line_counts_in_integers_that_add_up(cli: Cli, tiny_target_dir: Path, drafter_dir: Path) -> None:
@@ -121,6 +193,11 @@ def test_an_unknown_method_is_named_with_the_known_ones(
         (("hi", "--dtype", "int8"), "float32, bfloat16, float16"),
         (("hi", "--temperature", "-1"), "temperature must be 0"),
         (("hi", "--top-p", "0"), "top_p must lie in (0, 1]"),
+        (("hi", "--min-p", "2"), "min_p must lie in [0, 1]"),
+        (("hi", "--repetition-penalty", "0"), "repetition_penalty must be above 0"),
+        (("hi", "--presence-penalty", "3"), "presence_penalty must lie in [-2, 2]"),
+        (("hi", "--stop", ""), "stop must be a list of non-empty strings"),
+        (("hi", "--verifier", "best"), "no verifier 'best'; expected sample-match"),
         (("hi", "--max-new-tokens", "0"), "max_new_tokens must be at least 1"),
         (("",), "the prompt is empty"),
         (("the cat " * 300,), "exceed the target's context of 512"),

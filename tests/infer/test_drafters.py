@@ -22,7 +22,12 @@ from . import architectures, drafting
 
 GREEDY = SamplingParams()
 SAMPLED = [SamplingParams(0.3), SamplingParams(0.6, top_k=3), SamplingParams(0.8, top_p=0.4)]
-MIXED = [replace((GREEDY, *SAMPLED)[index % 4], seed=index) for index in range(12)]
+PENALISED = [
+    SamplingParams(repetition_penalty=1.2),
+    SamplingParams(0.4, min_p=0.3, presence_penalty=0.5),
+    SamplingParams(0.3, frequency_penalty=0.1),
+]
+MIXED = [replace((GREEDY, *SAMPLED, *PENALISED)[index % 7], seed=index) for index in range(12)]
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +84,29 @@ def test_greedy_output_equals_stock_generate(drafter: Drafter, target: Target, p
         assert output.tokens == whole[0, len(ids) :].tolist()
 
 
+def test_a_repetition_penalty_is_that_of_stock_generate(
+    drafter: Drafter, target: Target, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    stock = copy.deepcopy(target.model)
+    stock.config._attn_implementation = "eager"
+    outputs = drafting.decode(target, drafter, prompts[:3], sampling=SamplingParams(repetition_penalty=1.3))
+    for output, ids in zip(outputs, prompts):
+        settings = {"max_new_tokens": drafting.NEW_TOKENS, "do_sample": False, "repetition_penalty": 1.3}
+        assert output.tokens == stock.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist()
+    assert drafting.texts(outputs) != plain[:3]
+
+
 def test_sampled_output_is_the_same_with_and_without_the_drafter(
     drafter: Drafter, target: Target, prompts: list[list[int]], plain_sampled: list[list[int]]
 ) -> None:
-    """Temperature, top-k, top-p and greedy rows share the batch; every request has its own seed."""
+    """Temperature, top-k, top-p, min-p, penalties and greedy rows share the batch; every request has its own seed."""
     outputs = drafting.decode(target, drafter, prompts * 2, sampling=MIXED, rows=3)
     assert drafting.texts(outputs) == plain_sampled
     sampled = [output for output, settings in zip(outputs, MIXED) if settings.temperature > 0]
     assert sum(output.stats.accepted for output in sampled) > 0
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED[0]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED[0], PENALISED[1]], ids=["greedy", "sampled", "penalised"])
 def test_rows_leave_and_join_midway_without_a_trace(
     drafter: Drafter, target: Target, prompts: list[list[int]], settings: SamplingParams
 ) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.infer.decode import Engine, Request
-from draftsmith.infer.decoder import SpeculativeDecoder
 from draftsmith.infer.drafter import NoDraft
 from draftsmith.infer.evaluate import EvalPrompt, evaluate
 from draftsmith.infer.request import Stats
@@ -89,16 +88,6 @@ def test_acceptance_is_conditional_and_a_text_that_ends_inside_a_draft_is_no_rej
     stats.count_round(drafted=3, offered=1, accepted=1, emitted=1)  # EOS was the first draft token
     assert stats.acceptance == [3 / 3, 1 / 2, 1 / 1]
     assert stats.tau == 7 / 3
-
-
-def test_decoder_takes_text_ids_and_messages_and_streams_what_it_returns(tiny_target: Target) -> None:
-    decoder = SpeculativeDecoder(tiny_target, None)
-    messages = [{"role": "user", "content": "the cat"}]
-    answer = decoder.generate("the cat", max_new_tokens=20)
-    assert decoder.generate(messages, max_new_tokens=20) == answer
-    assert decoder.generate(decoder.encode("the cat"), max_new_tokens=20) == answer
-    assert "".join(decoder.stream("the cat", max_new_tokens=20)) == answer.text
-    assert decoder.generate_batch(["the dog", messages], max_new_tokens=20)[1] == answer
 
 
 def test_nothing_to_evaluate_is_an_error(tiny_target: Target) -> None:

@@ -128,3 +128,20 @@ def test_gumbel_noise_makes_argmax_a_draw() -> None:
     seen = torch.bincount((p.log() + values).argmax(dim=1), minlength=4)
     statistic = float(((seen - rows * p) ** 2 / (rows * p)).sum())
     assert chi2.sf(statistic, 3) > FALSE_ALARM
+
+
+def test_noise_of_single_tokens_is_that_of_the_whole_row() -> None:
+    seeds, positions = torch.tensor([4, -9, 4]), torch.tensor([0, 7, 2**40])
+    whole = noise.gumbel(seeds, positions, torch.arange(1000))
+    row, token = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 999, 17, 3, 3])
+    assert torch.equal(noise.gumbel_at(seeds[row], positions[row], token), whole[row, token])
+
+
+@pytest.mark.gpu
+def test_noise_on_cuda_is_that_of_a_cpu() -> None:
+    """The words are equal to the bit; logarithms may differ in the last place."""
+    seeds, positions, ids = torch.arange(8), torch.arange(8) * 1000, torch.arange(50_000)
+    here, there = noise.uniform(seeds, positions, ids), noise.uniform(seeds.cuda(), positions.cuda(), ids.cuda())
+    assert torch.equal(here, there.cpu())
+    there = noise.gumbel(seeds.cuda(), positions.cuda(), ids.cuda()).cpu()
+    torch.testing.assert_close(noise.gumbel(seeds, positions, ids), there, atol=1e-6, rtol=1e-6)

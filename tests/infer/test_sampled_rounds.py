@@ -7,6 +7,7 @@ a chi-square test that raises a false alarm with probability 1e-6. Deliberate fa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,16 +17,24 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from draftsmith.infer import noise, propose, rejection
+from draftsmith.infer.penalties import TokenCounts, penalise
 from draftsmith.infer.sampling import Sampling, SamplingParams
 from draftsmith.infer.tree import TokenTree
 from draftsmith.infer.typical import typical_lossy
 from draftsmith.infer.verify import Verifier, sample_match
+
+from .one_token import next_law
 
 pytestmark = pytest.mark.slow
 
 VOCAB, OUTPUT, ROWS = 3, 4, 20_000
 FALSE_ALARM = 1e-6
 CONTEXTS = VOCAB**8  # contexts are numbered like a heap: below context c stand 3c + 1, 3c + 2, 3c + 3
+PLAIN = SamplingParams(temperature=1.0)
+PENALISED = SamplingParams(
+    temperature=0.8, min_p=0.1, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.6
+)
+PROMPT = [1]
 CHAIN = (-1, 0, 1, 2)
 TREE = (-1, 0, 0, 1, 1, 2, 3)
 
@@ -58,17 +67,25 @@ def draw(
 
 
 def decode(
-    verify: Verifier, p: Tensor, q: Tensor, shape: tuple[int, ...], *, spoil: Callable[[TokenTree], TokenTree]
+    verify: Verifier,
+    p: Tensor,
+    q: Tensor,
+    shape: tuple[int, ...],
+    *,
+    params: SamplingParams,
+    spoil: Callable[[TokenTree], TokenTree],
 ) -> Tensor:
-    """(ROWS, OUTPUT) tokens."""
-    sampling = Sampling([SamplingParams(temperature=1.0, seed=row) for row in range(ROWS)])
+    """(ROWS, OUTPUT) tokens. Drafts know nothing of the penalties."""
+    sampling = Sampling([replace(params, seed=row) for row in range(ROWS)])
+    texts = [TokenCounts(PROMPT) for _ in range(ROWS)]
     contexts = torch.zeros(ROWS, dtype=torch.int64)
     emitted = torch.zeros(ROWS, OUTPUT + len(shape), dtype=torch.int64)
     count, rows = torch.zeros_like(contexts), torch.arange(ROWS)
     while int(count.min()) < OUTPUT:
+        before = count
         tree, at = draw(q, contexts, shape, lengths=count + 5, seeds=sampling.seeds)
         tree = spoil(tree)
-        verdict = verify(tree, p[at], count + 5, sampling)
+        verdict = verify(tree, penalise(p[at], tree, sampling, texts), count + 5, sampling)
         for step in range(1, len(shape) + 1):
             kept = step < verdict.count
             node = verdict.path[:, min(step, len(shape) - 1)]
@@ -77,15 +94,26 @@ def decode(
             emitted[rows[moves], count[moves]] = token[moves]
             contexts = torch.where(moves, contexts * VOCAB + 1 + token, contexts)
             count = count + moves
+        for row, (first, last) in enumerate(zip(before.tolist(), count.tolist())):
+            for token in emitted[row, first:last].tolist() if params.has_penalties else ():
+                texts[row].add(token)
     return emitted[:, :OUTPUT]
 
 
-def p_value(tokens: Tensor, p: Tensor) -> float:
-    """Chi-square of the counts of all outputs against the product law; 0 if an impossible output occurs."""
-    law, context = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    for _ in range(OUTPUT):
-        law = (law[:, None] * p[context].double().exp()).flatten()
-        context = (context[:, None] * VOCAB + 1 + torch.arange(VOCAB)).flatten()
+def product_law(p: Tensor, params: SamplingParams) -> Tensor:
+    """(VOCAB ** OUTPUT,) float64: the law of all outputs, token by token from the definitions."""
+    chances = []
+    for output in itertools.product(range(VOCAB), repeat=OUTPUT):
+        chance, context = 1.0, 0
+        for step, token in enumerate(output):
+            chance *= next_law(p[context].double().tolist(), PROMPT, output[:step], params)[token]
+            context = context * VOCAB + 1 + token
+        chances.append(chance)
+    return torch.tensor(chances, dtype=torch.float64)
+
+
+def p_value(tokens: Tensor, law: Tensor) -> float:
+    """Chi-square of the counts of all outputs against their law; 0 if an impossible output occurs."""
     cell = (tokens * VOCAB ** torch.arange(OUTPUT - 1, -1, -1)).sum(dim=1)
     seen, expected = torch.bincount(cell, minlength=len(law)).double(), law * len(tokens)
     if bool(seen[law == 0].any()):
@@ -97,10 +125,14 @@ def p_value(tokens: Tensor, p: Tensor) -> float:
 
 
 def run(
-    verify: Verifier, shape: tuple[int, ...], *, spoil: Callable[[TokenTree], TokenTree] = lambda tree: tree
+    verify: Verifier,
+    shape: tuple[int, ...],
+    *,
+    params: SamplingParams = PLAIN,
+    spoil: Callable[[TokenTree], TokenTree] = lambda tree: tree,
 ) -> float:
     p, q = random_rows(1), random_rows(2)
-    return p_value(decode(verify, p, q, shape, spoil=spoil), p)
+    return p_value(decode(verify, p, q, shape, params=params, spoil=spoil), product_law(p, params))
 
 
 @pytest.mark.parametrize("verify", [sample_match, rejection.token_level, rejection.block])
@@ -111,6 +143,26 @@ def test_sampled_chains_have_the_targets_law(verify: Verifier) -> None:
 @pytest.mark.parametrize("verify", [sample_match, rejection.recursive, rejection.traversal])
 def test_sampled_trees_have_the_targets_law(verify: Verifier) -> None:
     assert run(verify, TREE) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("verify", "shape"), [(sample_match, TREE), (rejection.block, CHAIN), (rejection.traversal, TREE)]
+)
+def test_penalties_and_min_p_are_part_of_the_law(verify: Verifier, shape: tuple[int, ...]) -> None:
+    assert run(verify, shape, params=PENALISED) > FALSE_ALARM
+
+
+def test_penalties_for_the_text_before_the_draft_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = penalise
+
+    def blind(logits: Tensor, tree: TokenTree, sampling: Sampling, texts: list[TokenCounts]) -> Tensor:
+        """Every node is penalised as if it were the root."""
+        lone = TokenTree.root(tree.tokens[:, 0])
+        nodes = [real(logits[:, [node]], lone, sampling, texts) for node in range(tree.num_nodes)]
+        return torch.cat(nodes, dim=1)
+
+    monkeypatch.setitem(decode.__globals__, "penalise", blind)
+    assert run(sample_match, CHAIN, params=PENALISED) < FALSE_ALARM
 
 
 def test_typical_acceptance_does_not_have_the_targets_law() -> None:

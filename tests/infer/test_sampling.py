@@ -8,8 +8,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from draftsmith.infer import noise
 from draftsmith.infer.sampling import Sampling, SamplingParams
 
 FALSE_ALARM = 1e-6
@@ -23,6 +24,9 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_k=10_000, seed=5),
     SamplingParams(temperature=1.0, top_p=1e-6, seed=6),
     SamplingParams(top_k=3, top_p=0.5, seed=7),
+    SamplingParams(temperature=1.2, min_p=0.2, seed=8),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.1, seed=9),
+    SamplingParams(temperature=1.0, min_p=1.0, seed=10),
 ]
 
 
@@ -34,6 +38,8 @@ def warped(logits: Tensor, params: SamplingParams) -> Tensor:
         scores = TopKLogitsWarper(params.top_k)(ids, scores)
     if params.top_p < 1:
         scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
     return torch.log_softmax(scores, dim=-1)
 
 
@@ -61,6 +67,64 @@ def test_top_p_keeps_the_token_that_crosses_the_line() -> None:
         for value in (0.4, 0.6, 0.9, 1.0)
     ]
     assert kept == [1, 2, 3, 4]
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    logits = torch.tensor([[[0.5, 0.26, 0.15, 0.05, 0.04]]]).log()
+    kept = [
+        Sampling([SamplingParams(1.0, min_p=value)]).log_probs(logits).isfinite().sum()
+        for value in (0.0, 0.09, 0.25, 0.5, 0.6, 1.0)
+    ]
+    assert kept == [5, 4, 3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_are_those_of_noise_over_the_whole_vocabulary(dtype: torch.dtype) -> None:
+    """However noise is spared and kept, the numbers are those of the definition, to the bit: no seed's text changes."""
+    positions = torch.tensor([[7, 8, 8, 9, 30]])
+    for params in PARAMS:
+        sampling = Sampling([params])
+        for turn in range(3):  # later rounds meet noise that earlier ones left
+            logits, at = (torch.randn(1, 5, 3000) * 8).to(dtype), positions + turn
+            whole = noise.gumbel(torch.full((5,), params.seed), at[0], torch.arange(3000))
+            expected = (sampling.log_probs(logits) + whole).argmax(dim=-1)
+            assert torch.equal(sampling.choose(logits, at), expected)
+            assert torch.equal(sampling.scores(logits, at), sampling.log_probs(logits) + whole)
+
+
+def test_noise_is_made_once_per_position_for_drafter_verifier_and_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    gumbel = noise.gumbel
+
+    def counted(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+        made.extend(positions.tolist())
+        return gumbel(seeds, positions, ids)
+
+    monkeypatch.setattr(noise, "gumbel", counted)
+    sampling = Sampling([SamplingParams(temperature=1.0)])
+    sampling.choose(torch.zeros(1, 5, 50), torch.tensor([[5, 6, 6, 7, 8]]))  # a round, whose span is remembered
+    made.clear()
+    drafted = [sampling.gumbel(torch.tensor([[at]]), 50) for at in (7, 8, 9)]  # a draft model, step by step
+    verified = sampling.gumbel(torch.tensor([[7, 8, 8, 9, 10]]), 50)
+    assert torch.equal(verified[:, :4], torch.cat([drafted[0], drafted[1], drafted[1], drafted[2]], dim=1))
+    sampling.choose(torch.zeros(1, 3, 50), torch.tensor([[9, 10, 11]]))  # the next round
+    assert made == [9, 10, 11]
+    assert torch.equal(sampling.gumbel(torch.tensor([[7]]), 50), drafted[0]), "going back gives the same numbers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_of_tied_logits_is_chosen(dtype: torch.dtype) -> None:
+    """`max` is used for its speed; among ties it must give what `argmax` promises, at any place and length."""
+    logits = torch.randn(40, 3, 3001).to(dtype)
+    logits[:, 0], logits[:, 1] = 0, (logits[:, 1] * 2).round()
+    logits[:, 2, 2990:] = 100
+    chosen = Sampling([SamplingParams()] * 40).choose(logits, torch.zeros(40, 3, dtype=torch.int64))
+    first = (logits == logits.amax(-1, keepdim=True)).float().argmax(-1)
+    assert torch.equal(chosen, first)
+    assert chosen[:, 0].tolist() == [0] * 40
+    assert chosen[:, 2].tolist() == [2990] * 40
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,7 +197,14 @@ def test_the_coldest_temperature_still_gives_numbers() -> None:
         ("top_k", -1, "top_k must be 0"),
         ("top_p", 0.0, "top_p must lie in"),
         ("top_p", 1.5, "top_p must lie in"),
+        ("temperature", float("inf"), "temperature must be 0"),
         ("seed", 2**63, "64 bits"),
+        ("min_p", -0.1, "min_p must lie in"),
+        ("min_p", 1.1, "min_p must lie in"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be above 0"),
+        ("repetition_penalty", float("nan"), "repetition_penalty must be above 0"),
+        ("presence_penalty", 2.5, "presence_penalty must lie in"),
+        ("frequency_penalty", -2.5, "frequency_penalty must lie in"),
     ],
 )
 def test_impossible_settings_are_refused(field: str, value: float, message: str) -> None:

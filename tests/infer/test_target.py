@@ -123,16 +123,6 @@ def test_recurrent_targets_are_refused_by_name() -> None:
         Target(hf.MambaForCausalLM(config), None)
 
 
-def test_a_request_that_cannot_fit_is_refused() -> None:
-    engine = Engine(Target(build("llama"), None))
-    with pytest.raises(ValueError, match="exceed the target's context of 256"):
-        engine.add(Request("a", [5] * 250, 20))
-    with pytest.raises(ValueError, match="token ids must lie in"):
-        engine.add(Request("a", [VOCAB], 20))
-    with pytest.raises(ValueError, match="empty prompt"):
-        Request("a", [], 20)
-
-
 def test_cache_growth_keeps_what_was_written() -> None:
     model = build("llama")
     texts = []
