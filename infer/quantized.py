@@ -96,18 +96,14 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def _library(kind: str) -> Any:
-    """torchao.quantization or bitsandbytes, without what they and torch say while these load about kernels and names that
-    are not ours."""
-    loud = [logging.getLogger(name) for name in ("torchao", "bitsandbytes", "torch.utils._pytree")]
-    levels = [logger.level for logger in loud]
-    for logger in loud:
-        logger.setLevel(logging.ERROR)
+    """torchao.quantization or bitsandbytes, without what is said while they load of kernels for other machines."""
+    for name in ("torchao", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
     try:
         return import_module(LIBRARIES[kind])
     except ImportError as error:
+        library = LIBRARIES[kind].split(".")[0]
         raise ValueError(
-            f"quantising to {kind} needs {LIBRARIES[kind].split('.')[0]}, which is not installed ({error}). Install it: {INSTALL}"
+            f"quantising to {kind} needs {library}, which is not installed ({error}). Install it: {INSTALL}"
         ) from error
-    finally:
-        for logger, level in zip(loud, levels):
-            logger.setLevel(level)
