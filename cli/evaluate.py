@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,27 +79,14 @@ def evaluate(
         from rich.console import Console
 
         from ..infer.sampling import SamplingParams
-        from ..infer.target import Target
         from .memory import beside, memory_table
 
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
 
-        def run(quantize: str | None) -> dict[str, Any]:
-            model = Target.load(target, dtype=dtype, quantize=quantize)
-            return compare(
-                model,
-                drafter,
-                eval_prompts(model, prompts, split=None if prompts else "held-out", limit=limit),
-                sampling=sampling,
-                max_new_tokens=max_new_tokens,
-                rows=rows,
-                tree=tree,
-                verifier=verifier,
-                source=prompts,
-                quantize_drafter=quantize_drafter,
-            )
-
+        how = {"max_new_tokens": max_new_tokens, "rows": rows, "tree": tree, "verifier": verifier}
+        run = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, **how)
+        run = partial(run, quantize_drafter=quantize_drafter)
         document = run(quantize)
         Console().print(table(document))
         if quantize:  # the target as it was, on the same prompts, once the quantised one has left the memory
@@ -107,6 +95,18 @@ def evaluate(
         if json_out:
             write_json(document, json_out)
             print(f"written to {json_out}")
+
+
+def _run(
+    name: str, drafter: str, asked: tuple[str | None, int | None], quantize: str | None, *, dtype: str, **options: Any
+) -> dict[str, Any]:
+    """The evaluation document of the target called `name`, quantised or not; asked: source and limit of the prompts."""
+    from ..infer.target import Target
+
+    source, limit = asked
+    model = Target.load(name, dtype=dtype, quantize=quantize)
+    prompts = eval_prompts(model, source, split=None if source else "held-out", limit=limit)
+    return compare(model, drafter, prompts, source=source, **options)
 
 
 def compare(

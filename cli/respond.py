@@ -101,21 +101,8 @@ def respond(
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         if server is None:
             asked = load_conversations(prompts, split=split, limit=limit)
-            _say(
-                _here(
-                    target or EMBEDDED,
-                    asked,
-                    out,
-                    sampling,
-                    max_new_tokens,
-                    drafter,
-                    rows,
-                    tree,
-                    dtype,
-                    quantize,
-                    quantize_drafter,
-                )
-            )
+            settings_here = (max_new_tokens, drafter, rows, tree, dtype, quantize, quantize_drafter)
+            _say(_here(target or EMBEDDED, asked, out, sampling, *settings_here))
         else:
             settings = _server(server, model, api_key_env, body, concurrency, timeout, attempts)
             asked = load_conversations(prompts, split=split, limit=limit)

@@ -152,17 +152,15 @@ def evaluate(
     _warm_up(plain, drafted, prompts[0])
     pools: dict[str, _Pool] = {}
     answers: list[dict[str, Any]] = []
-    groups = _groups(prompts, rows)
     with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=not progress) as bar:
-        for turn, group in enumerate(groups):
+        for turn, group in enumerate(_groups(prompts, rows)):
             requests = [Request(p.id, p.tokens, max_new_tokens, sampling) for p in group]
             pool = pools.setdefault(group[0].category, _Pool(is_compared))
             sides: dict[int, list[Output]] = {}
             for side in (turn % 2, 1 - turn % 2):  # alternate who goes first: the machine drifts
                 engine, totals = ((plain, pool.plain), (drafted, pool.drafted))[side]
                 sides[side] = _decode(engine, requests, totals)
-            for prompt, one, two in zip(group, sides[0], sides[1]):
-                answers.append(_compare(target, prompt, one, two, sampling, pool))
+            answers += [_compare(target, *each, sampling, pool) for each in zip(group, sides[0], sides[1])]
             bar.update(len(group))
             bar.set_postfix_str(f"tau {pool.stats.tau:.2f}")
     total = _Pool(is_compared)

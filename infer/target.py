@@ -108,9 +108,9 @@ class Target:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self._tokenizer is None:
-            raise ValueError("this target was built without a tokenizer; pass one to Target(model, tokenizer).")
-        return self._tokenizer
+        if self._tokenizer is not None:
+            return self._tokenizer
+        raise ValueError("this target was built without a tokenizer; pass one to Target(model, tokenizer).")
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -151,10 +151,8 @@ class Target:
     def check_room(self, prompt: Sequence[int], max_new_tokens: int) -> None:
         """Raise ValueError if a prompt and that many new tokens do not fit the context."""
         if len(prompt) + max_new_tokens > self.max_length:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens + {max_new_tokens} new ones exceed the target's context of {self.max_length}. "
-                "Shorten the prompt or lower max_new_tokens."
-            )
+            need = f"{len(prompt)} prompt tokens + {max_new_tokens} new ones"
+            raise ValueError(f"{need} exceed the target's context of {self.max_length}. Shorten one of them.")
 
     def check_draft(self, target: Target) -> None:
         """Raise ValueError if this one, as a draft model, cannot read what `target` reads."""
