@@ -6,21 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from draftsmith.infer.cache import KVCache
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.drafter import Drafter, NoDraft
 from draftsmith.infer.request import Output, Request
-from draftsmith.infer.sampling import Sampling, SamplingParams
-from draftsmith.infer.target import Reading, Target
-from draftsmith.infer.tree import TokenTree
+from draftsmith.infer.target import Target
 
 from . import drafting
 
 TOKENS = 24
-HOT = SamplingParams(temperature=0.7, min_p=0.05, repetition_penalty=1.1, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -217,104 +211,3 @@ def test_the_eos_may_be_named_as_a_stop_string(target: Target, prompts: list[lis
     engine = Engine(target, rows=1)
     engine.add(Request("a", prompts[0], 4, stop=["<|im_end|>"]))
     assert outputs_of(engine)["a"].finish == "length"
-
-
-def exhaust_memory() -> None:
-    """The CPU allocator's own error: nobody has so much."""
-    torch.empty(1 << 60)
-
-
-class SmallTarget(Target):
-    """A target on a device that cannot hold `room` tokens of one row, nor read `burst` of them in one forward."""
-
-    room = burst = 10_000
-
-    def prefill(self, prompts: list[Tensor], cache: KVCache, *, first_row: int, taps: tuple[int, ...] = ()) -> Reading:
-        if sum(map(len, prompts)) >= self.burst or max(map(len, prompts)) >= self.room:
-            exhaust_memory()
-        return super().prefill(prompts, cache, first_row=first_row, taps=taps)
-
-    def verify(self, tree: TokenTree, lengths: Tensor, cache: KVCache, **options: Any) -> Reading:
-        reading = super().verify(tree, lengths, cache, **options)
-        if int(lengths.max()) >= self.room:
-            exhaust_memory()
-        return reading
-
-
-@pytest.fixture
-def small(target: Target) -> SmallTarget:
-    return SmallTarget(target.model, target.tokenizer, name="small")
-
-
-def test_memory_that_runs_out_in_a_round_costs_the_longest_request_alone(
-    drafter: Drafter, small: SmallTarget, prompts: list[list[int]], plain: list[list[int]]
-) -> None:
-    """The others start over from what they had written, drafter and all, and write what they would have written."""
-    engine, long = Engine(small, drafter=drafter, rows=4), [7] * 60
-    small.room = len(long) + 6
-    for index, ids in enumerate(prompts):
-        engine.add(Request(str(index), ids, TOKENS))
-    engine.add(Request("long", long, TOKENS))
-    outputs = outputs_of(engine)
-    assert [outputs[str(index)].tokens for index in range(len(prompts))] == plain
-    assert outputs["long"].finish == "error"
-    assert "'long': memory ran out with" in outputs["long"].error
-    assert "allocate" in outputs["long"].error
-    assert 0 < len(outputs["long"].tokens) < TOKENS
-
-
-def test_memory_that_runs_out_for_sampled_and_penalised_text_changes_none(
-    small: SmallTarget, prompts: list[list[int]]
-) -> None:
-    expected = [outputs.tokens for outputs in drafting.decode(small, None, prompts, sampling=HOT, new_tokens=TOKENS)]
-    engine = Engine(small, rows=4)
-    small.room = 66
-    for index, ids in enumerate(prompts):
-        engine.add(Request(str(index), ids, TOKENS, SamplingParams(**vars(HOT) | {"seed": index})))
-    engine.add(Request("long", [7] * 60, TOKENS))
-    outputs = outputs_of(engine)
-    assert outputs["long"].finish == "error"
-    assert [outputs[str(index)].tokens for index in range(len(prompts))] == expected
-
-
-def test_prompts_that_do_not_fit_together_are_read_one_by_one(
-    drafter: Drafter, small: SmallTarget, prompts: list[list[int]], plain: list[list[int]]
-) -> None:
-    small.burst = max(map(len, prompts)) + TOKENS + 1
-    engine = Engine(small, drafter=drafter, rows=4)
-    for index, ids in enumerate(prompts):
-        engine.add(Request(str(index), ids, TOKENS))
-    engine.add(Request("long", [7] * 80, TOKENS))
-    outputs = outputs_of(engine)
-    assert [outputs[str(index)].tokens for index in range(len(prompts))] == plain
-    assert (outputs["long"].finish, outputs["long"].tokens) == ("error", [])
-
-
-def test_memory_that_runs_out_in_the_drafter_is_the_same(
-    small: SmallTarget, prompts: list[list[int]], plain: list[list[int]]
-) -> None:
-    class Hungry(NoDraft):
-        def draft(self, state: None, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-            if len(anchors) > 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore lines")
-            return super().draft(state, anchors, lengths, sampling)
-
-    engine = Engine(small, drafter=Hungry(), rows=3)
-    for index, ids in enumerate(prompts[:3]):
-        engine.add(Request(str(index), ids, TOKENS))
-    outputs = outputs_of(engine)
-    longest = max(range(3), key=lambda index: len(prompts[index]))
-    assert "CUDA out of memory. Tried to allocate 2 GiB.)" in outputs[str(longest)].error
-    for index in {0, 1, 2} - {longest}:
-        assert outputs[str(index)].tokens == plain[index]
-
-
-def test_any_other_error_is_no_request_s_fault(target: Target, prompts: list[list[int]]) -> None:
-    class Broken(NoDraft):
-        def draft(self, state: None, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-            raise RuntimeError("shapes do not match")
-
-    engine = Engine(target, drafter=Broken(), rows=1)
-    engine.add(Request("a", prompts[0], 4))
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        outputs_of(engine)
