@@ -267,9 +267,9 @@ class Engine:
         """
         rows = len(self._rows)
         self._queue.extendleft(reversed(self._rows))
-        if failed is not None:
-            self._queue.remove(failed)
-            self._end(failed, "error", failed.out_of_memory(fault, rows=rows))
+        for row in [row for row in self._queue if row is failed or not row.can_go_on(self.target)]:
+            self._queue.remove(row)
+            self._end(row, "error", row.out_of_memory(fault, rows=rows))
         self._begin_empty()
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()

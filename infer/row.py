@@ -46,6 +46,11 @@ class Row:
         """Prompt and answer so far."""
         return self.prompt + self.output.tokens
 
+    def can_go_on(self, target: Target) -> bool:
+        """Whether prompt and answer so far, read as one prompt, mean the same. An encoder-decoder target that wrote its own
+        start token would take what stands before it for the source."""
+        return [*target.written(self.text)] == [*target.written(self.prompt), *self.output.tokens]
+
     def append(self, tokens: Sequence[int], accepted: int) -> int:
         """Add tokens, the first `accepted` of them drafted, up to where the answer ends; returns how many were added."""
         output = self.output

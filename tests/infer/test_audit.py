@@ -17,6 +17,10 @@ from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=11)
+PENALISED = [
+    SamplingParams(repetition_penalty=1.4, frequency_penalty=0.5),
+    SamplingParams(0.9, min_p=0.01, seed=3, presence_penalty=1.0),
+]
 PROMPTS = [torch.randint(3, 300, (5 + n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
 
 
@@ -39,7 +43,7 @@ def rough(tiny_target: Target) -> Target:
     return Target(copy.deepcopy(tiny_target.model).to(torch.bfloat16), tiny_target.tokenizer)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, SamplingParams(1.3, top_p=0.8, seed=5)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, SamplingParams(1.3, top_p=0.8, seed=5), *PENALISED])
 @pytest.mark.parametrize("block", [256, 7])
 def test_the_targets_own_text_is_exact(
     tiny_target: Target, sampling: SamplingParams, block: int, monkeypatch: pytest.MonkeyPatch
@@ -51,8 +55,15 @@ def test_the_targets_own_text_is_exact(
         assert (found.verdict, found.position, found.end_checked) == ("exact", None, True)
 
 
+@pytest.mark.parametrize("sampling", PENALISED)
+def test_text_is_wrong_without_the_penalties_it_was_written_with(tiny_target: Target, sampling: SamplingParams) -> None:
+    tokens = answer(tiny_target, PROMPTS[0], 60, sampling).tokens
+    without = SamplingParams(sampling.temperature, min_p=sampling.min_p, seed=sampling.seed)
+    assert audit(tiny_target, PROMPTS[0], tokens, sampling=without).verdict == "wrong"
+
+
 @pytest.mark.parametrize("position", [0, 7, 29])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, *PENALISED])
 def test_a_planted_token_is_found_in_its_place(tiny_target: Target, position: int, sampling: SamplingParams) -> None:
     tokens = answer(tiny_target, PROMPTS[0], sampling=sampling).tokens
     right, tokens[position] = tokens[position], (tokens[position] + 1) % 300

@@ -10,13 +10,11 @@ import pytest
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.drafter import Drafter, NoDraft
 from draftsmith.infer.request import Output, Request
-from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
 
 from . import drafting
 
 TOKENS = 24
-HOT = SamplingParams(temperature=0.7, min_p=0.05, repetition_penalty=1.1, seed=5)
 
 
 @pytest.fixture(scope="module")

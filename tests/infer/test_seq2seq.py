@@ -15,6 +15,7 @@ from draftsmith.infer.audit import audit
 from draftsmith.infer.cost import verify_seconds
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.request import Request
+from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.seq2seq import Seq2SeqTarget
 from draftsmith.infer.target import Target
 from draftsmith.infer.tree import TokenTree, Topology
@@ -71,6 +72,23 @@ def test_prefill_gives_the_logits_after_every_prompt(name: str) -> None:
     ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
     for source, logits in zip(sources, target.logits(reading.hidden[0, ends])):
         torch.testing.assert_close(logits, own_logits(alone, source, list(target.opening)), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_penalties_look_at_the_answer_and_not_at_the_source_as_stock_generate_does(kind: str) -> None:
+    target, alone, source = Seq2SeqTarget(build(kind), None), build(kind), random_ids(12, seed=4)
+    texts = []
+    for penalty in (1.0, 1.5):
+        engine = Engine(target, rows=1)
+        sampling = SamplingParams(repetition_penalty=penalty)
+        engine.add(Request("a", [*source, *target.opening], 20, sampling))
+        (output,) = engine.run()
+        settings = {"max_new_tokens": 20 + len(target.opening) - 1, "do_sample": False, "repetition_penalty": penalty}
+        expected = alone.generate(torch.tensor([source]), **settings)[0, len(target.opening) :].tolist()
+        assert output.tokens == expected
+        assert audit(target, [*source, *target.opening], output.tokens, sampling=sampling).verdict == "exact"
+        texts.append(output.tokens)
+    assert texts[0] != texts[1]
 
 
 def test_plain_decoding_equals_stock_generate(name: str) -> None:
@@ -139,10 +157,9 @@ def test_the_audit_replays_an_answer_and_finds_a_planted_token(name: str) -> Non
 def test_prompts_are_checked() -> None:
     target = Seq2SeqTarget(build("bart"), None)
     engine = Engine(target, rows=1)
-    with pytest.raises(
-        ValueError, match="request 'x': the prompt of an encoder-decoder target is its source followed by"
-    ):
-        engine.add(Request("x", [5, 6, 7], 4))
+    engine.add(Request("x", [5, 6, 7], 4))
+    (output,) = engine.run()
+    assert "request 'x': the prompt of an encoder-decoder target is its source followed by" in output.error
     with pytest.raises(ValueError, match="which is missing"):
         target.split([target.opening[0], 5])
     assert target.split([5, 2, 6, 2, 0, 9]) == ([5, 2, 6], [2, 0, 9])
