@@ -123,10 +123,16 @@ def _claim(row: dict[str, Any], number: str) -> Claim:
 
 def _responses(path: Path) -> Outputs:
     """Every answer of a response file, each with its conversation's seed."""
-    from ..distill.respond import conversation_seed
     from ..distill.responses import Manifest, read_responses
+    from ..distill.talks import conversation_seed
 
     manifest, claims = Manifest.read(path), []
+    is_served = manifest.dtype == "served"
+    if is_served and manifest.sampling["temperature"] > 0:
+        raise ValueError(
+            f"{path}: these answers were sampled by a server, with noise of its own, so nothing can replay them. Greedy ones "
+            "can be audited."
+        )
     for response in read_responses(path):
         seed = conversation_seed(int(manifest.sampling["seed"]), response.id)
         sampling = _sampling(manifest.sampling | {"seed": seed})
@@ -136,7 +142,8 @@ def _responses(path: Path) -> Outputs:
             finish = "length" if response.truncated else "eos"
             claims.append(Claim(name, ids[:start], ids[start:end], sampling, finish))
     made = manifest.target
-    return Outputs(claims, made["name"], manifest.dtype, made["weights"], made.get("quantization"))
+    dtype = None if is_served else manifest.dtype
+    return Outputs(claims, made["name"], dtype, made["weights"], made.get("quantization"))
 
 
 def _sampling(settings: dict[str, Any]) -> SamplingParams:

@@ -229,7 +229,7 @@ class Target:
             None
         ]
         positions = torch.cat([*(torch.arange(n) for n in lengths), spare]).to(self.device)[None]
-        tokens = torch.cat([*prompts, spare]).to(self.device)[None]
+        tokens = torch.cat([*prompts, spare.to(prompts[0].device)]).to(self.device)[None]
         cache.reserve(max(lengths) + 1)
         # The filling is written where the first prompt's next token will be, before anything reads that slot.
         slots = (first_row + segments[0] - 1) * cache.capacity + positions[0]

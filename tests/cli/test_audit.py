@@ -97,6 +97,35 @@ def test_a_response_file_passes_answer_by_answer(cli: Cli, tiny_target_dir: Path
     assert "a turn 2" in ran.stdout
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_greedy_answers_of_a_server_are_replayed_and_sampled_ones_are_not(
+    cli: Cli, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path, temperature: float
+) -> None:
+    from draftsmith.distill.responses import Manifest, Response, TokenSequence
+
+    ids, out = [5, 9, 7], tmp_path / "served.jsonl"
+    while len(ids) < 9:
+        ids.append(choices(tiny_target, ids[:3], [*ids[3:], 0])[-1])
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 0}
+    Manifest(
+        target={"name": str(tiny_target_dir), "served as": "tiny", "weights": None, "vocab_size": 300},
+        dtype="served",
+        template_hash="",
+        sampling=sampling,
+        max_new_tokens=6,
+    ).write(out)
+    sequence = TokenSequence(token_ids=ids, supervised=[(3, 9)])
+    talk = Response(id="a", category="x", split="train", messages=[], truncated=True, sequences=[sequence])
+    out.write_text(talk.model_dump_json() + "\n")
+    ran = cli("audit", "--text", out)
+    if temperature:
+        assert ran.exit_code == 2
+        assert "were sampled by a server, with noise of its own" in ran.stderr
+    else:
+        assert ran.exit_code == 0, ran.output
+        assert f"1 outputs: 1 exact, 0 near-ties, 0 wrong ({tiny_target_dir}, float32)" in ran.stdout
+
+
 def write(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
