@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,15 @@ Tree = Annotated[
         metavar="fit|chain|saved",
     ),
 ]
+ScheduleRule = Annotated[
+    str,
+    typer.Option(
+        "--schedule",
+        help="early-stop or budget: of each chain verify only what is worth its time, by the drafter's confidence and this "
+        "machine's step times (calibrate first); none: verify the whole draft.",
+        metavar="none|early-stop|budget",
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -47,24 +56,49 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Limit of ea
 Rows = Annotated[int, typer.Option("--rows", help="Answers decoded at the same time.", min=1)]
 
 
-def open_drafter(name: str, target: Target, *, tree: str, rows: int) -> Drafter:
+def open_drafter(name: str, target: Target, *, tree: str, rows: int, schedule: str = "none") -> Drafter:
     """The drafter called `name` (see `infer.drafters`). Raises ValueError if there is none or it does not fit.
 
-    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` optimises for.
+    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` and a schedule optimise
+    for. schedule: see `ScheduleRule`; other than none it has a trained drafter draft its chain.
     """
     if tree not in ("fit", "chain", "saved"):
         raise ValueError(f"--tree must be fit, chain or saved, got {tree!r}.")
+    if schedule not in ("none", "early-stop", "budget"):
+        raise ValueError(f"--schedule must be none, early-stop or budget, got {schedule!r}.")
     from ..infer.drafters import make_drafter
+
+    measured: dict[str, Any] = {}
 
     def load_trained(folder: Path, target: Target) -> Drafter:
         from ..heads import load_drafter
 
         drafter = load_drafter(folder, target)
-        if tree == "chain":
+        measured.update(drafter.measured)
+        if tree == "chain" or schedule != "none":
             drafter.use_chain()
+            return drafter
         return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
-    return make_drafter(name, target, load_trained)
+    drafter = make_drafter(name, target, load_trained)
+    return drafter if schedule == "none" else _scheduled(drafter, target, rule=schedule, rows=rows, measured=measured)
+
+
+def _scheduled(drafter: Drafter, target: Target, *, rule: str, rows: int, measured: dict[str, Any]) -> Drafter:
+    """The drafter, its chains cut by `rule`; says by what, on stderr."""
+    from ..infer.calibration import Calibration
+    from ..infer.schedule import Scheduled
+
+    known = measured.get("confidence")
+    calibration = None if known is None else Calibration.from_dict(known)
+    scheduled = Scheduled.measure(drafter, target, rows=rows, rule=rule, calibration=calibration)
+    times = ", ".join(f"{count}: {1e3 * seconds:.0f}" for count, seconds in sorted(scheduled.seconds.items()))
+    if calibration is None:
+        source = "confidences as the drafter gives them (draftsmith calibrate measures what they are worth)"
+    else:
+        source = f"confidences calibrated on {calibration.rounds} rounds at temperature {calibration.temperature:g}"
+    print(f"schedule: {rule}, {source}; ms of a step by tokens verified: {times}", file=sys.stderr)
+    return scheduled
 
 
 def _fitted(drafter: TrainedDrafter, target: Target, *, rows: int) -> Drafter:

@@ -14,6 +14,7 @@ from .arguments import (
     Dtype,
     MaxNewTokens,
     Rows,
+    ScheduleRule,
     Seed,
     TargetName,
     Temperature,
@@ -50,6 +51,7 @@ def evaluate(
     max_new_tokens: MaxNewTokens = 128,
     rows: Rows = 1,
     tree: Tree = "fit",
+    schedule: ScheduleRule = "none",
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Decode prompts with and without the drafter and compare them.
@@ -76,6 +78,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             rows=rows,
             tree=tree,
+            schedule=schedule,
             source=prompts,
         )
         Console().print(table(document))
@@ -93,6 +96,7 @@ def compare(
     sampling: SamplingParams | None = None,
     rows: int = 1,
     tree: str = "fit",
+    schedule: str = "none",
     source: str | None = None,
 ) -> dict[str, Any]:
     """The evaluation document of the drafter called `drafter`; `source` says where the prompts came from."""
@@ -102,12 +106,12 @@ def compare(
         raise ValueError("--drafter must name one; plain decoding is measured beside it in any case.")
     return evaluate(
         target,
-        open_drafter(drafter, target, tree=tree, rows=rows),
+        open_drafter(drafter, target, tree=tree, rows=rows, schedule=schedule),
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         rows=rows,
-        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree},
+        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree, "schedule": schedule},
     )
 
 

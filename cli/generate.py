@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .arguments import DrafterName, Dtype, MaxNewTokens, Seed, TargetName, Temperature, TopK, TopP, Tree, open_drafter
+from .arguments import (
+    DrafterName,
+    Dtype,
+    MaxNewTokens,
+    ScheduleRule,
+    Seed,
+    TargetName,
+    Temperature,
+    TopK,
+    TopP,
+    Tree,
+    open_drafter,
+)
 from .report import reported
 
 if TYPE_CHECKING:
@@ -28,6 +40,7 @@ def generate(
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 128,
     tree: Tree = "fit",
+    schedule: ScheduleRule = "none",
     dtype: Dtype = "float32",
 ) -> None:
     """Stream one answer; tokens that the drafter proposed and the target accepted are green.
@@ -46,7 +59,8 @@ def generate(
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         model = Target.load(target, dtype=dtype)
         request = Request("prompt", prompt_ids(model, prompt), max_new_tokens, sampling)
-        engine = Engine(model, drafter=open_drafter(drafter, model, tree=tree, rows=1), rows=1)
+        chosen = open_drafter(drafter, model, tree=tree, rows=1, schedule=schedule)
+        engine = Engine(model, drafter=chosen, rows=1)
         print(counts(stream(engine, request), engine.clock.total()), file=sys.stderr)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, demo, evaluate, generate, preview, respond, train
+from . import bench, calibrate, demo, evaluate, generate, preview, respond, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +38,7 @@ for verb in (
     respond.respond,
     preview.preview,
     train.train,
+    calibrate.calibrate,
     evaluate.evaluate,
     generate.generate,
     bench.bench,

@@ -22,7 +22,7 @@ from .request import Output, Progress, Request
 from .sampling import Sampling
 from .target import Reading, Target
 from .tree import TokenTree
-from .verify import Verdict, Verifier, sample_match
+from .verify import Verdict, Verifier, sample_match, score
 
 PREFILL_TOKENS = 2048
 """Most prompt tokens read in one forward (their attention mask is that square)."""
@@ -96,7 +96,7 @@ class Engine:
             reading = self.target.verify(
                 tree, self._lengths, self.cache, longest=max(row.length for row in self._rows), taps=self.drafter.taps
             )
-            logits = self.target.logits(reading.hidden)
+            logits = score(self.target, tree, reading.hidden)
         with self.clock.time("host"):
             verdict = self.verifier(tree, logits, self._lengths, self._sampling)
             counts, width = self._commit(tree, reading, logits, verdict)

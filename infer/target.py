@@ -206,11 +206,11 @@ class Target:
         cache.reserve(span)
         rows = torch.arange(first_row, first_row + batch, device=lengths.device)
         slots = (rows * cache.capacity + lengths)[:, None] + torch.arange(skip, count, device=lengths.device)
-        cache.write_at(slots.flatten(), read=(first_row, batch, span))
-        plan = Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
+        plan = Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span, read=tree.read)
+        cache.write_at(plan.pack(slots).flatten(), read=(first_row, batch, span))
         # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
         positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
-        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
+        return self._forward(plan.pack(tree.tokens[:, skip:]), plan.pack(positions), plan, cache=cache, taps=taps)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]
@@ -219,8 +219,8 @@ class Target:
             out = self.model.base_model(
                 input_ids=tokens, position_ids=positions, cache=cache, use_cache=cache is not None, plan=plan
             )
-        features = torch.cat(tapped.outputs, dim=-1) if taps else None
-        return Reading(out.last_hidden_state, features)
+        features = plan.spread(torch.cat(tapped.outputs, dim=-1)) if taps else None
+        return Reading(plan.spread(out.last_hidden_state), features)
 
     def _check_rebuilt_logits(self) -> None:
         """The head applied to the last hidden state must give the model's own logits (final norm, soft-cap, scale)."""

@@ -36,7 +36,7 @@ def check_command(line: str, root: Path) -> None:
 
 
 def test_the_verbs_are_those_of_the_readme() -> None:
-    assert sorted(["demo", "respond", "preview", "train", "evaluate", "generate", "bench"]) == VERBS
+    assert sorted(["demo", "respond", "preview", "train", "calibrate", "evaluate", "generate", "bench"]) == VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS)
