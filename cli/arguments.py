@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,15 @@ Tree = Annotated[
         help="fit: the tree that is fastest on this machine, measured at start; chain: the drafter's first choices only; "
         "saved: the tree in the drafter's config.json.",
         metavar="fit|chain|saved",
+    ),
+]
+ScheduleRule = Annotated[
+    str,
+    typer.Option(
+        "--schedule",
+        help="early-stop or budget: of each chain verify only what is worth its time, by the drafter's confidence and this "
+        "machine's step times (calibrate first); none: verify the whole draft.",
+        metavar="none|early-stop|budget",
     ),
 ]
 Dtype = Annotated[
@@ -97,15 +106,19 @@ def open_drafter(
     tree: str,
     rows: int,
     verifier: str = "sample-match",
+    schedule: str = "none",
     quantize: str | None = None,
 ) -> Drafter:
     """The drafter called `name` (see `infer.drafters`), drafting what `verifier` judges.
 
-    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` optimises for. quantize:
-    int8 or int4 weights. Raises ValueError if there is no such drafter, or it fits neither the target nor the verifier.
+    tree: which static tree a trained one drafts (see `Tree`); `rows` is the batch size that `fit` and a schedule optimise
+    for. schedule: see `ScheduleRule`; other than none it has a trained drafter draft its chain. quantize: int8 or int4
+    weights. Raises ValueError if there is no such drafter, or it fits neither the target nor the verifier.
     """
     if tree not in ("fit", "chain", "saved"):
         raise ValueError(f"--tree must be fit, chain or saved, got {tree!r}.")
+    if schedule not in ("none", "early-stop", "budget"):
+        raise ValueError(f"--schedule must be none, early-stop or budget, got {schedule!r}.")
     from ..infer.drafters import make_drafter
     from ..infer.verifiers import verifier_named
 
@@ -117,18 +130,23 @@ def open_drafter(
             "draftsmith trained is a model folder too)."
         )
 
+    measured: dict[str, Any] = {}
+
     def load_trained(folder: Path, target: Target) -> Drafter:
         from ..heads import load_drafter
 
         drafter = load_drafter(folder, target)
         if quantize is not None:
             _quantize(drafter, quantize, target)
-        if tree == "chain":
+        measured.update(drafter.measured)
+        if tree == "chain" or schedule != "none":
             drafter.use_chain()
+            return drafter
         return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
     shape: Literal["", "chain", "tree"] = "chain" if draws and tree == "chain" else draws
-    return make_drafter(name, target, load_trained, draws=shape, quantize=quantize)
+    drafter = make_drafter(name, target, load_trained, draws=shape, quantize=quantize)
+    return drafter if schedule == "none" else _scheduled(drafter, target, rule=schedule, rows=rows, measured=measured)
 
 
 def _quantize(drafter: TrainedDrafter, kind: str, target: Target) -> None:
@@ -138,6 +156,23 @@ def _quantize(drafter: TrainedDrafter, kind: str, target: Target) -> None:
         raise ValueError(f"a trained drafter can be quantised to int8, got {kind!r}; draft:MODEL to int4 too.")
     quantized.check_kind(kind, target.device)
     quantized.quantize(drafter, kind, keep=[target.head.weight, *drafter.indexed], device=target.device)
+
+
+def _scheduled(drafter: Drafter, target: Target, *, rule: str, rows: int, measured: dict[str, Any]) -> Drafter:
+    """The drafter, its chains cut by `rule`; says by what, on stderr."""
+    from ..infer.calibration import Calibration
+    from ..infer.schedule import Scheduled
+
+    known = measured.get("confidence")
+    calibration = None if known is None else Calibration.from_dict(known)
+    scheduled = Scheduled.measure(drafter, target, rows=rows, rule=rule, calibration=calibration)
+    times = ", ".join(f"{count}: {1e3 * seconds:.0f}" for count, seconds in sorted(scheduled.seconds.items()))
+    if calibration is None:
+        source = "confidences as the drafter gives them (draftsmith calibrate measures what they are worth)"
+    else:
+        source = f"confidences calibrated on {calibration.rounds} rounds at temperature {calibration.temperature:g}"
+    print(f"schedule: {rule}, {source}; ms of a step by tokens verified: {times}", file=sys.stderr)
+    return scheduled
 
 
 def _fitted(drafter: TrainedDrafter, target: Target, *, rows: int) -> Drafter:

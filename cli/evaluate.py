@@ -21,6 +21,7 @@ from .arguments import (
     QuantizeDrafter,
     RepetitionPenalty,
     Rows,
+    ScheduleRule,
     Seed,
     TargetName,
     Temperature,
@@ -63,6 +64,7 @@ def evaluate(
     verifier: VerifierName = "sample-match",
     rows: Rows = 1,
     tree: Tree = "fit",
+    schedule: ScheduleRule = "none",
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "bfloat16",
@@ -83,8 +85,7 @@ def evaluate(
 
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
-
-        how = {"max_new_tokens": max_new_tokens, "rows": rows, "tree": tree, "verifier": verifier}
+        how = {"max_new_tokens": max_new_tokens, "rows": rows, "tree": tree, "verifier": verifier, "schedule": schedule}
         run = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, **how)
         run = partial(run, quantize_drafter=quantize_drafter)
         document = run(quantize)
@@ -119,6 +120,7 @@ def compare(
     rows: int = 1,
     tree: str = "fit",
     verifier: str = "sample-match",
+    schedule: str = "none",
     source: str | None = None,
     quantize_drafter: str | None = None,
 ) -> dict[str, Any]:
@@ -129,13 +131,15 @@ def compare(
         raise ValueError("--drafter must name one; plain decoding is measured beside it in any case.")
     return evaluate(
         target,
-        open_drafter(drafter, target, tree=tree, rows=rows, verifier=verifier, quantize=quantize_drafter),
+        open_drafter(
+            drafter, target, tree=tree, rows=rows, verifier=verifier, schedule=schedule, quantize=quantize_drafter
+        ),
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         rows=rows,
         verifier=verifier,
-        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree}
+        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree, "schedule": schedule}
         | ({"quantize_drafter": quantize_drafter} if quantize_drafter else {}),
     )
 

@@ -18,6 +18,7 @@ from .arguments import (
     Quantize,
     QuantizeDrafter,
     RepetitionPenalty,
+    ScheduleRule,
     Seed,
     Stop,
     TargetName,
@@ -55,6 +56,7 @@ def generate(
     stop: Stop = None,
     verifier: VerifierName = "sample-match",
     tree: Tree = "fit",
+    schedule: ScheduleRule = "none",
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "float32",
@@ -85,7 +87,9 @@ def generate(
         rule = verifier_named(verifier)
         model = Target.load(target, dtype=dtype, quantize=quantize)
         request = Request("prompt", encode(model, prompt), max_new_tokens, sampling, stop or ())
-        chosen = open_drafter(drafter, model, tree=tree, rows=1, verifier=verifier, quantize=quantize_drafter)
+        chosen = open_drafter(
+            drafter, model, tree=tree, rows=1, verifier=verifier, schedule=schedule, quantize=quantize_drafter
+        )
         engine = Engine(model, drafter=chosen, rows=1, verifier=rule.verify)
         if not rule.keeps_text(temperature):
             print(f"verifier {verifier}: {rule.meaning}", file=sys.stderr)

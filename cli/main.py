@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import audit, bench, cache, compare, demo, evaluate, generate, plan, preview, respond, step, train
+from . import audit, bench, cache, calibrate, compare, demo, evaluate, generate, plan, preview, respond, step, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,6 +40,7 @@ for verb in (
     cache.cache,
     plan.plan,
     train.train,
+    calibrate.calibrate,
     evaluate.evaluate,
     generate.generate,
     compare.compare,

@@ -26,7 +26,7 @@ V vocabulary, W draft vocabulary, C candidates per slot, n nodes of a level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -98,15 +98,6 @@ class DFlashConfig(LayeredConfig):
     def resolve(self, target: Target) -> DFlashConfig:
         mask = mask_token(target, self.mask_token_id)
         return super().resolve(target).model_copy(update={"mask_token_id": mask})
-
-
-@dataclass
-class DFlashState:
-    """One generation's keys and values of the context, and what the confidence head said of the newest chains."""
-
-    cache: OwnCache
-    confidence: Tensor | None = None
-    """(B, K) float32: P(token k accepted | those before accepted); None without a confidence head or for trees."""
 
 
 class DFlash(TrainedDrafter):
@@ -259,29 +250,28 @@ class DFlash(TrainedDrafter):
 
     # Decoding -------------------------------------------------------------------------------------------------------
 
-    def start(self, *, rows: int, capacity: int) -> DFlashState:
-        return DFlashState(OwnCache(rows=rows, capacity=capacity))
+    def start(self, *, rows: int, capacity: int) -> OwnCache:
+        return OwnCache(rows=rows, capacity=capacity)
 
-    def move(self, state: DFlashState, source: int, target: int) -> None:
-        state.cache.move(source, target)
+    def move(self, state: OwnCache, source: int, target: int) -> None:
+        state.move(source, target)
 
-    def observe(self, state: DFlashState, seen: Observation) -> None:
+    def observe(self, state: OwnCache, seen: Observation) -> None:
         """Keep keys and values of the features just read; what a block left there is overwritten."""
         assert seen.features is not None, "the features of the tapped layers were not read"
         width = seen.tokens.shape[1]
         positions = seen.start[:, None] + torch.arange(width, device=seen.start.device)
-        state.cache.observe(self, seen.rows, seen.start, seen.count, width, last=True)
+        state.observe(self, seen.rows, seen.start, seen.count, width, last=True)
         for layer, context in enumerate(self._context(seen.features.flatten(0, 1), positions.flatten())):
             keys, values = (part.unflatten(0, positions.shape).transpose(1, 2) for part in context)  # (B, H, A, d)
-            state.cache.kv.update(keys, values, layer)
+            state.kv.update(keys, values, layer)
 
-    def draft(self, state: DFlashState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-        state.confidence = None
+    def draft(self, state: OwnCache, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
         if isinstance(self.topology, Topology) and self.topology.depth == 0:
             return TokenTree.root(anchors)
         size = self.config.block_size
         seen = torch.ones(len(anchors), size, size, dtype=torch.bool, device=anchors.device)
-        memory = state.cache.grow(self, lengths, seen.tril() if self.config.is_causal else seen)
+        memory = state.grow(self, lengths, seen.tril() if self.config.is_causal else seen)
         hidden = self._read(anchors, lengths, memory)  # (B, K, D)
         if isinstance(self.topology, Topology):
             hidden = hidden[:, : self.topology.depth]
@@ -291,5 +281,7 @@ class DFlash(TrainedDrafter):
         tree = slots.static_tree(self.topology)
         if self.confidence_head is not None and self.topology.width == 1:
             logits = self.confidence_head(hidden, self.markov_head, tree.tokens[:, :-1])
-            state.confidence = logits.float().sigmoid()
+            tree = replace(
+                tree, confidence=torch.cat([torch.ones_like(logits[:, :1]), logits.sigmoid()], dim=1).float()
+            )
         return tree

@@ -78,6 +78,21 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Binding]:
     return head, binding
 
 
+def note_measured(directory: Path, name: str, value: Any) -> None:
+    """Put `value` under `name` into what the drafter in `directory` carries of measurements (`Binding.measured`).
+
+    Raises ValueError if the folder is not a drafter's or cannot be written; then it stays as it was.
+    """
+    read_config(directory)
+    file = directory / CONFIG
+    config = json.loads(file.read_text())
+    config.get(OWN, config)["binding"].setdefault("measured", {})[name] = value
+    try:
+        _replace(file, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+    except OSError as error:
+        raise ValueError(f"{file} could not be written: {error}. It is as it was.") from error
+
+
 def read_weights(drafter: TrainedDrafter, directory: Path) -> None:
     """Load the tensors into `drafter`, which must name exactly the same ones with the same shapes."""
     file = directory / WEIGHTS

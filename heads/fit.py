@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import dataclass
 
-import torch
-
-from ..infer.cost import verify_seconds
-from ..infer.sampling import Sampling, SamplingParams
+from ..infer.cost import draft_seconds, verify_seconds
 from ..infer.target import Target
 from ..infer.tree import Topology
 from ..infer.tree_search import choose_tree
@@ -38,21 +33,7 @@ def fit_tree(drafter: TrainedDrafter, target: Target, *, rows: int = 1, host_sec
         return None
     seconds = verify_seconds(target, rows=rows)
     drafter.use_chain()
-    draft = _draft_seconds(drafter, target, rows=rows)
+    _, draft = draft_seconds(drafter, target, rows=rows)
     topology, tau = choose_tree(accuracy, seconds=seconds, overhead=draft + host_seconds)
     drafter.use_tree(topology)
     return Fit(topology, tau, seconds, draft)
-
-
-@torch.inference_mode()
-def _draft_seconds(drafter: TrainedDrafter, target: Target, *, rows: int, repeats: int = 6) -> float:
-    state = drafter.start(rows=rows, capacity=256)
-    anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
-    sampling = Sampling([SamplingParams()] * rows, target.device)
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        tree = drafter.draft(state, anchors, torch.ones_like(anchors), sampling)
-        tree.tokens.tolist()  # waits for the device
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])

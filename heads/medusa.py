@@ -160,8 +160,13 @@ class Medusa(TrainedDrafter):
             return TokenTree.root(anchors)
         hidden = state.hidden[: len(anchors)]
         width = self.topology.width
-        best = [self.logits(hidden, step).topk(width, dim=-1).indices for step in range(self.topology.depth)]
-        return self.topology.fill(anchors, self.vocabulary.to_target(torch.stack(best, dim=1)))  # (B, K, R)
+        tokens, log_probs = [], []
+        for step in range(self.topology.depth):
+            logits = self.logits(hidden, step).float()
+            best = logits.topk(width, dim=-1)
+            tokens.append(self.vocabulary.to_target(best.indices))
+            log_probs.append(best.values - logits.logsumexp(dim=-1, keepdim=True))
+        return self.topology.fill(anchors, torch.stack(tokens, dim=1), torch.stack(log_probs, dim=1))  # (B, K, R)
 
 
 def _rounded(chosen: Tensor, multiple: int = 256) -> Tensor:

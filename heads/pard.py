@@ -168,6 +168,7 @@ class MaskReader(DraftReader):
         state.read[: len(anchors)] = at + 1  # the masks behind are overwritten by what is read next
         logits = self._logits(hidden[rows[:, None], (at - read)[:, None] + steps])  # (B, K, V)
         scores = [self._scores(logits[:, k : k + 1], at + 1 + k, sampling)[:, 0] for k in range(self.depth)]
-        best = torch.stack(scores, dim=1).topk(self.topology.width, dim=-1).indices
-        tree = self.topology.fill(anchors, best)
+        every = torch.stack(scores, dim=1)
+        best = every.topk(self.topology.width, dim=-1)
+        tree = self.topology.fill(anchors, best.indices, best.values - every.logsumexp(dim=-1, keepdim=True))
         return replace(tree, valid=tree.valid & ((lengths <= self._limit)[:, None] | (tree.parents < 0)))

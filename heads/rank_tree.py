@@ -33,8 +33,9 @@ class RankTree(DraftReader):
             return read
         growth, logits = StaticGrowth(self.topology, anchors), opening.logits[:, None]  # (B, M, V)
         while True:
-            best = self._scores(logits, opening.lengths + growth.depth + 1, sampling).topk(growth.width, dim=-1)
-            frontier = growth.add(best.indices, best.values)
+            scores = self._scores(logits, opening.lengths + growth.depth + 1, sampling)
+            best = scores.topk(growth.width, dim=-1)
+            frontier = growth.add(best.indices, best.values - scores.logsumexp(dim=-1, keepdim=True))
             if frontier is None:
                 break
             above = read.num_nodes - logits.shape[1] + frontier.origin

@@ -50,14 +50,15 @@ class Slots:
         """The tree of a fixed shape, of depth K at most: rank r of a node is its r-th choice given the node's path."""
         width = topology.width
         if self.markov is None:
-            best = self.base.topk(width, dim=-1).indices
-            return topology.fill(self.anchors, self.vocabulary.to_target(best))
+            best, log_probs = self.marginals(width)
+            return topology.fill(self.anchors, self.vocabulary.to_target(best), log_probs)
         growth, tokens = StaticGrowth(topology, self.anchors), self.anchors[:, None]  # (B, n)
         state = self.markov.begin(tokens)
         for step in range(topology.depth):
             logits, state = self._below(self.markov, step, tokens, state)
             found = logits.topk(width, dim=-1)
-            frontier = growth.add(self.vocabulary.to_target(found.indices), found.values)
+            log_probs = found.values.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+            frontier = growth.add(self.vocabulary.to_target(found.indices), log_probs)
             if frontier is not None:
                 tokens = frontier.tokens
                 state = state.gather(1, frontier.origin[:, :, None].expand(-1, -1, state.shape[-1]))

@@ -41,6 +41,7 @@ def attend(
             f"{type(module).__name__} uses attention sinks or a position bias, which the verified loop does not support yet. "
             "Use a target without them."
         )
+    query = plan.spread(query.transpose(1, 2)).transpose(1, 2)
     batch, query_heads, count, width = query.shape
     groups = query_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * count, width)
@@ -52,7 +53,7 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap + mask
         out = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
     out = out.reshape(batch, query_heads, count, -1)
-    return out.transpose(1, 2), None
+    return plan.pack(out.transpose(1, 2)), None
 
 
 def register() -> None:

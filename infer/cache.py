@@ -39,6 +39,14 @@ class Plan(ABC):
             self._masks[key] = bias.repeat(1, groups, 1)[:, None]
         return self._masks[key]
 
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, N, ...) of all tokens -> what the model computes with: the same, unless some are left out."""
+        return x
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The way back, zeros at tokens that were left out."""
+        return x
+
 
 class Packed(Plan):
     """Documents side by side in each row, no attention across them.
@@ -65,11 +73,28 @@ class Decode(Plan):
 
     lengths: (B,) int64; depths: (B, N) int64; ancestors: (B, N, N) bool; `span` slots are read. To read only the last M
     of N nodes, the others having been read before, pass their rows of `ancestors`, (B, M, N), and all depths.
+
+    read: (B, N) bool, of all nodes; with it the tokens it marks are laid side by side, (1, R), wherever their number
+    decides what a forward costs, and by rows again where they attend.
     """
 
-    def __init__(self, lengths: Tensor, depths: Tensor, ancestors: Tensor, *, span: int) -> None:
+    def __init__(
+        self, lengths: Tensor, depths: Tensor, ancestors: Tensor, *, span: int, read: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.lengths, self.depths, self.ancestors, self.span = lengths, depths, ancestors, span
+        self._kept = None if read is None else read[:, -ancestors.shape[1] :].flatten().nonzero()[:, 0]  # (R,)
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x if self._kept is None else x.flatten(0, 1)[self._kept][None]
+
+    def spread(self, x: Tensor) -> Tensor:
+        if self._kept is None:
+            return x
+        batch, count = self.ancestors.shape[:2]
+        return (
+            x.new_zeros(batch * count, *x.shape[2:]).index_copy_(0, self._kept, x[0]).view(batch, count, *x.shape[2:])
+        )
 
     def visible(self, window: int) -> Tensor:
         batch, count, nodes = self.ancestors.shape

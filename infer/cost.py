@@ -1,12 +1,15 @@
-"""The cost curve of this machine: seconds of one target forward by the number of tree nodes it verifies."""
+"""The cost curve of this machine: seconds of one target forward by how much it verifies, and of one draft."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 
 import torch
 
+from .drafter import Drafter, Observation
+from .sampling import Sampling, SamplingParams
 from .target import Target
 from .tree import TokenTree
 
@@ -40,6 +43,38 @@ def verify_seconds(
                 samples[size].append(time.perf_counter() - began)
     fastest = [min(samples[size]) for size in sorted(sizes)]
     return dict(zip(sorted(sizes), itertools.accumulate(fastest, max)))
+
+
+def token_seconds(target: Target, *, rows: int, depth: int) -> dict[int, float]:
+    """Seconds of a target forward by the number of tokens in it: of one row and of `rows`, with up to `depth` draft tokens
+    in each. More tokens never cost less."""
+    sizes = (*(size for size in SIZES if size <= depth), depth + 1)
+    found = verify_seconds(target, sizes=sizes)
+    if rows > 1:
+        found |= {rows * size: taken for size, taken in verify_seconds(target, sizes=sizes, rows=rows).items()}
+    counts = sorted(found)
+    return dict(zip(counts, itertools.accumulate((found[count] for count in counts), max)))
+
+
+@torch.inference_mode()
+def draft_seconds(drafter: Drafter, target: Target, *, rows: int, repeats: int = 6) -> tuple[TokenTree, float]:
+    """What the drafter makes of `rows` rows that have read one token, and the seconds that takes."""
+    anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
+    sampling = Sampling([SamplingParams()] * rows, target.device)
+    hidden = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+    features = hidden.repeat(1, 1, len(drafter.taps)) if drafter.taps else None
+    one = torch.ones_like(anchors)
+    prompt = Observation(slice(0, rows), anchors[:, None], one, anchors, hidden, features, anchors)
+    taken = []
+    while True:
+        state = drafter.start(rows=rows, capacity=256)  # anew: a draft model would go on from what it drafted last
+        drafter.observe(state, prompt)
+        began = time.perf_counter()
+        tree = drafter.draft(state, anchors, one, sampling)
+        tree.tokens.tolist()  # waits for the device
+        taken.append(time.perf_counter() - began)
+        if len(taken) == repeats:
+            return tree, statistics.median(taken[1:])
 
 
 def _wait(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from .sampling import Sampling
 from .shortage import memory_fault
 from .target import Reading, Target
 from .tree import TokenTree
-from .verify import Verdict, Verifier, sample_match
+from .verify import Verdict, Verifier, sample_match, score
 
 PREFILL_TOKENS = 512
 """Most prompt tokens read in one forward (their attention mask is that square)."""
@@ -114,7 +114,7 @@ class Engine:
             with self.clock.time("verify"):
                 longest = max(row.length for row in self._rows)
                 reading = self.target.verify(tree, self._lengths, self.cache, longest=longest, taps=self.drafter.taps)
-                logits = self.target.logits(reading.hidden)
+                logits = score(self.target, tree, reading.hidden)
             with self.clock.time("host"):
                 logits = penalise(logits, tree, self._sampling, [row.counts for row in self._rows])
                 verdict = self.verifier(tree, logits, self._lengths, self._sampling)

@@ -195,7 +195,7 @@ class DraftModel(DraftReader):
             return TokenTree.root(anchors)
         at, alive, logits = opening.lengths, opening.alive, opening.logits
         confidence = torch.ones_like(logits[:, 0], dtype=torch.float32)
-        tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, valid, probs, sure = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         for step in range(self.depth):
             if self.is_drawn:
                 scores = sampling.log_probs(logits[:, None])[:, 0]
@@ -206,8 +206,10 @@ class DraftModel(DraftReader):
                 token = scores.max(dim=-1).indices  # several times faster than argmax on a CPU
             tokens.append(token)
             valid.append(alive)
+            total = scores.logsumexp(dim=-1)
+            sure.append((scores.amax(dim=-1) - total).exp())  # of the likeliest token, whichever was drawn
             if self.min_confidence > 0:
-                confidence = confidence * (scores.gather(1, token[:, None])[:, 0] - scores.logsumexp(dim=-1)).exp()
+                confidence = confidence * (scores.gather(1, token[:, None])[:, 0] - total).exp()
             alive = alive & (confidence >= self.min_confidence) & ~self._ends(token)
             if step + 1 == self.depth or (self.min_confidence > 0 and not bool(alive.any())):
                 break
@@ -215,7 +217,8 @@ class DraftModel(DraftReader):
         draft = torch.stack(tokens, dim=1)
         state.text[: len(at)].scatter_(1, at[:, None] + 1 + torch.arange(len(tokens), device=at.device), draft)
         rows_drawn_from = torch.stack(probs, dim=1) if probs else None
-        return TokenTree.chain(anchors, draft, valid=torch.stack(valid, dim=1), probs=rows_drawn_from)
+        real, likely = torch.stack(valid, dim=1), torch.stack(sure, dim=1)
+        return TokenTree.chain(anchors, draft, valid=real, probs=rows_drawn_from, confidence=likely)
 
     def _read_next(self, state: DraftState, token: Tensor, opening: Opening, step: int) -> Tensor:
         """(B, V): logits after `token` (B,), number `step` of the draft."""

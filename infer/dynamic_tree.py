@@ -110,6 +110,7 @@ class StaticGrowth:
         self._levels = _compiled(topology.paths, str(anchors.device))
         self._parents = _parents(topology.paths, str(anchors.device))
         self._tokens = [anchors[:, None]]
+        self._log_probs = [torch.zeros(len(anchors), 1, device=anchors.device)]
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> Frontier | None:
         """Like `DynamicGrowth.add`; the shape does not depend on `log_probs`."""
@@ -117,6 +118,7 @@ class StaticGrowth:
         self.depth += 1
         found = tokens[:, level.origin, level.ranks]
         self._tokens.append(found)
+        self._log_probs.append(log_probs[:, level.origin, level.ranks].float().clamp(max=0))
         if self.depth == len(self._levels):
             return None
         inner = level.inner
@@ -124,8 +126,10 @@ class StaticGrowth:
         return Frontier(found[:, inner], origin, level.ancestors.expand(batch, -1, -1))
 
     def finish(self) -> TokenTree:
-        nodes = torch.cat(self._tokens, dim=1)
-        return TokenTree(nodes, self._parents.expand(len(nodes), -1), torch.ones_like(nodes, dtype=torch.bool))
+        """The tree; a node's confidence is the draft's own probability of its token."""
+        nodes, confidence = torch.cat(self._tokens, dim=1), torch.cat(self._log_probs, dim=1).exp()
+        parents, valid = self._parents.expand(len(nodes), -1), torch.ones_like(nodes, dtype=torch.bool)
+        return TokenTree(nodes, parents, valid, confidence=confidence)
 
 
 @dataclass(frozen=True)

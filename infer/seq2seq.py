@@ -15,6 +15,7 @@ Letters: B rows, N tokens per row, L source tokens, D hidden, V vocabulary, T an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -223,6 +224,7 @@ class Seq2SeqTarget(Target):
     ) -> Tensor:
         """(B, N, D): the decoder over trees; `encoded` (B, L, D) where the sources are new."""
         assert isinstance(cache, SourceCache), "the cache was not made by new_cache"
+        tree = replace(tree, read=None)  # all nodes are read; those left out are invalid in any case
         decode = self._aim(tree, lengths, cache, longest=longest, first_row=first_row, skip=skip)
         rows = slice(first_row, first_row + len(lengths))
         origins, sources = cache.origins[rows], cache.sources[rows]

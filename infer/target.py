@@ -115,8 +115,8 @@ class Target:
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends an answer: the generation config's list, else the tokenizer's or the model config's one."""
-        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        ids = self.text_config.eos_token_id if ids is None else ids
+        given = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ids = self.text_config.eos_token_id if given is None else given
         return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
 
     @cached_property
@@ -253,26 +253,26 @@ class Target:
     ) -> Reading:
         """Read the trees of B consecutive rows, from `first_row`, in one forward.
 
-        lengths: (B,) int64, tokens each row has read; `longest` is their maximum, known to the host. Nodes are written
-        to slots length..length+N-1; the caller commits the accepted ones (`KVCache.commit`). The first `skip` nodes are
-        left out: an earlier call with the same lengths has read them.
+        lengths: (B,) int64, tokens each row has read, at most `longest`. Nodes are written to slots length..length+N-1; the
+        caller commits the accepted ones (`KVCache.commit`). The first `skip` nodes were read by an earlier call.
         """
         plan = self._aim(tree, lengths, cache, longest=longest, first_row=first_row, skip=skip)
         # Draft nodes may stand beyond the context, whose positions may not exist; they can never reach the text.
         positions = (lengths[:, None] + tree.depths[:, skip:]).clamp(max=self.max_length - 1)
-        return self._forward(tree.tokens[:, skip:], positions, plan, cache=cache, taps=taps)
+        return self._forward(plan.pack(tree.tokens[:, skip:]), plan.pack(positions), plan, cache=cache, taps=taps)
 
     def _aim(
         self, tree: TokenTree, lengths: Tensor, cache: KVCache, *, longest: int, first_row: int, skip: int
     ) -> Decode:
-        """Make room in the cache and aim it at the nodes' slots; the plan of the forward that follows."""
+        """Aim the cache at the nodes' slots; the plan of the forward that follows."""
         batch, count = tree.tokens.shape
         span = longest + count
         cache.reserve(span)
         rows = torch.arange(first_row, first_row + batch, device=lengths.device)
         slots = (rows * cache.capacity + lengths)[:, None] + torch.arange(skip, count, device=lengths.device)
-        cache.write_at(slots.flatten(), read=(first_row, batch, span))
-        return Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span)
+        plan = Decode(lengths, tree.depths, tree.ancestors[:, skip:], span=span, read=tree.read)
+        cache.write_at(plan.pack(slots).flatten(), read=(first_row, batch, span))
+        return plan
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, plan: Plan, *, cache: KVCache | None, taps: tuple[int, ...]
@@ -281,8 +281,8 @@ class Target:
             out = self.model.base_model(
                 input_ids=tokens, position_ids=positions, cache=cache, use_cache=cache is not None, plan=plan
             )
-        features = torch.cat(tapped.outputs, dim=-1) if taps else None
-        return Reading(out.last_hidden_state, features)
+        features = plan.spread(torch.cat(tapped.outputs, dim=-1)) if taps else None
+        return Reading(plan.spread(out.last_hidden_state), features)
 
     def _check_rebuilt_logits(self) -> None:
         """The head applied to the last hidden state must give the model's own logits (final norm, soft-cap, scale)."""

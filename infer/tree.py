@@ -36,12 +36,18 @@ class TokenTree:
         only for what the target makes of it (`Observation.logits`).
     probs: (B, N, V) float32 or None; for stochastic drafts `probs[b, j]` is the very row that node j's token was drawn
         from (for children drawn without replacement, the row before its earlier siblings were removed).
+    confidence: (B, N) float32 or None; the drafter's own estimate of P(node accepted | its parent was), 1 at the root. It
+        may depend on the tokens above the node, never on the node's own where that was drawn (see schedule.py).
+    read: (B, N) bool or None; the nodes that the target reads, all if None. A node that it does not read is invalid and
+        costs nothing; its hidden state and logits are zeros.
     """
 
     tokens: Tensor
     parents: Tensor
     valid: Tensor
     probs: Tensor | None = None
+    confidence: Tensor | None = None
+    read: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape
@@ -56,11 +62,18 @@ class TokenTree:
 
     @classmethod
     def chain(
-        cls, anchors: Tensor, draft: Tensor, *, valid: Tensor | None = None, probs: Tensor | None = None
+        cls,
+        anchors: Tensor,
+        draft: Tensor,
+        *,
+        valid: Tensor | None = None,
+        probs: Tensor | None = None,
+        confidence: Tensor | None = None,
     ) -> TokenTree:
         """A chain: anchors (B,) followed by draft (B, K); `valid` (B, K) bool marks real tokens, all of them if None.
 
-        `probs` (B, K, V) are the rows the tokens were drawn from; the root gets a row of zeros.
+        `probs` (B, K, V) are the rows the tokens were drawn from; the root gets a row of zeros. `confidence` (B, K) is as
+        above, without the root's.
         """
         batch, length = draft.shape
         tokens = torch.cat([anchors[:, None], draft], dim=1)
@@ -70,7 +83,9 @@ class TokenTree:
         valid = torch.cat([valid.new_ones(batch, 1), valid], dim=1)
         if probs is not None:
             probs = torch.cat([probs.new_zeros(batch, 1, probs.shape[-1]), probs], dim=1)
-        return cls(tokens, parents, valid, probs)
+        if confidence is not None:
+            confidence = torch.cat([confidence.new_ones(batch, 1), confidence], dim=1)
+        return cls(tokens, parents, valid, probs, confidence)
 
     @property
     def num_nodes(self) -> int:
@@ -129,13 +144,17 @@ class Topology:
         """Candidates needed per step: one more than the largest rank in use."""
         return max((max(path) for path in self.paths), default=-1) + 1
 
-    def fill(self, anchors: Tensor, candidates: Tensor) -> TokenTree:
-        """The tree with tokens: candidates (B, K, R) int64 hold each step's R best tokens, the same for every parent."""
+    def fill(self, anchors: Tensor, candidates: Tensor, log_probs: Tensor | None = None) -> TokenTree:
+        """The tree with tokens: candidates (B, K, R) int64 hold each step's R best tokens, the same for every parent, and
+        log_probs (B, K, R) the draft's log-probabilities of them, of which confidences are made."""
         parents, steps, ranks = _compiled(self.paths, str(anchors.device))
         batch = len(anchors)
         tokens = torch.cat([anchors[:, None], candidates[:, steps, ranks]], dim=1)
-        valid = torch.ones_like(tokens, dtype=torch.bool)
-        return TokenTree(tokens, parents.expand(batch, -1), valid)
+        valid, confidence = torch.ones_like(tokens, dtype=torch.bool), None
+        if log_probs is not None:
+            found = log_probs[:, steps, ranks].float().exp().clamp(max=1)
+            confidence = torch.cat([found.new_ones(batch, 1), found], dim=1)
+        return TokenTree(tokens, parents.expand(batch, -1), valid, confidence=confidence)
 
 
 @lru_cache(maxsize=64)

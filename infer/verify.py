@@ -11,13 +11,16 @@ Letters: B rows, N nodes, A kept nodes, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .sampling import Sampling
 from .tree import TokenTree
+
+if TYPE_CHECKING:
+    from .target import Target
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class Verifier(Protocol):
     def __call__(self, tree: TokenTree, logits: Tensor, lengths: Tensor, sampling: Sampling) -> Verdict:
         """logits: (B, N, V) of the target at the nodes; lengths: (B,) int64 tokens read before the root."""
         ...
+
+
+def score(target: Target, tree: TokenTree, hidden: Tensor) -> Tensor:
+    """The target's logits (B, N, V) at its hidden states (B, N, D), zeros at nodes that it did not read."""
+    if tree.read is None:
+        return target.logits(hidden)
+    logits = target.logits(hidden[tree.read])  # (R, V)
+    return logits.new_zeros(*tree.tokens.shape, logits.shape[-1]).index_put_((tree.read,), logits)
 
 
 def sample_match(tree: TokenTree, logits: Tensor, lengths: Tensor, sampling: Sampling) -> Verdict:

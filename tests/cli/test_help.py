@@ -36,7 +36,7 @@ def check_command(line: str, root: Path) -> None:
 
 
 def test_the_verbs_are_those_of_the_readme() -> None:
-    verbs = "audit bench cache compare demo evaluate generate plan preview respond step train"
+    verbs = "audit bench cache calibrate compare demo evaluate generate plan preview respond step train"
     assert verbs.split() == VERBS
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from draftsmith.heads import METHODS, TeacherBatch, TrainedDrafter
 from draftsmith.infer.decode import Engine, Request
+from draftsmith.infer.drafter import Drafter
 from draftsmith.infer.request import Output
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
@@ -80,7 +81,7 @@ def prompts(count: int, *, seed: int, vocab_size: int, longest: int = 24) -> lis
 
 def decode(
     target: Target,
-    drafter: TrainedDrafter | None,
+    drafter: Drafter | None,
     prompt_ids: list[list[int]],
     *,
     rows: int = 4,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
-from draftsmith.heads.fit import _draft_seconds
 from draftsmith.heads.layers import Rotation
 from draftsmith.infer.drafter import Observation
 from draftsmith.infer.sampling import Sampling, SamplingParams
@@ -108,12 +107,6 @@ def test_rejected_drafts_leave_nothing_behind(tiny_target: Target, layers: int) 
         direct = drafter.draft(once, tokens[[0, 1], start], torch.tensor(start), sampling)
     torch.testing.assert_close(rounds.hidden, once.hidden, rtol=1e-4, atol=1e-5)
     assert torch.equal(tree.tokens, direct.tokens)
-
-
-def test_drafting_can_be_timed_before_anything_was_read(tiny_target: Target) -> None:
-    """`fit_tree` does so."""
-    drafter = build(tiny_target)
-    assert _draft_seconds(drafter, tiny_target, rows=3, repeats=2) > 0
 
 
 def test_an_empty_tree_decodes_plainly(tiny_target: Target, text: laws.Text) -> None:

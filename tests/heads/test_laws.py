@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from draftsmith.heads import METHODS, Binding, TeacherBatch, TrainedDrafter, load_drafter
+from draftsmith.infer.cost import draft_seconds
 from draftsmith.infer.sampling import SamplingParams
+from draftsmith.infer.schedule import Scheduled
 from draftsmith.infer.target import Target
 
 from . import laws
@@ -101,6 +103,24 @@ def test_teacher_forced_acceptance_equals_the_loops(trained: Trained, tiny_targe
 def assert_chain(drafter: TrainedDrafter) -> None:
     """Make the copy draft its top-1 chain."""
     drafter.use_chain()
+
+
+def test_a_chain_says_how_sure_it_is_and_can_be_scheduled(trained: Trained, tiny_target: Target) -> None:
+    """Cut to what its confidence makes worth verifying, it drafts less and the text stays."""
+    chain = copy.deepcopy(trained.drafter)
+    object.__setattr__(chain, "target", tiny_target)
+    assert_chain(chain)
+    tree, seconds = draft_seconds(chain, tiny_target, rows=3, repeats=3)
+    assert tree.confidence is not None
+    assert tree.confidence.shape == tree.tokens.shape
+    assert bool(((tree.confidence > 0) & (tree.confidence <= 1)).all())
+    assert seconds > 0
+    scheduled = Scheduled(chain, seconds={1: 1.0, 4: 1.1, 16: 2.1})
+    ids = trained.text.prompts[:3] + laws.prompts(6, seed=9, vocab_size=tiny_target.vocab_size)
+    plain, whole, short = (laws.decode(tiny_target, drafter, ids) for drafter in (None, chain, scheduled))
+    assert [output.tokens for output in short] == [output.tokens for output in plain]
+    drafted = [sum(output.stats.drafted for output in outputs) for outputs in (whole, short)]
+    assert 0 < drafted[1] < drafted[0]
 
 
 def walk(ranks: torch.Tensor, at: int, end: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from draftsmith.infer.drafter import NoDraft
 from draftsmith.infer.sampling import Sampling
 from draftsmith.infer.target import Target
 from draftsmith.infer.tree import TokenTree, Topology
+from draftsmith.infer.verify import score
 
 from .architectures import ARCHITECTURES, VOCAB, build
 
@@ -57,6 +59,31 @@ def test_every_tree_node_gets_the_logits_of_its_own_path(name: str) -> None:
         for node in range(tree.num_nodes):
             path = [tree.tokens[row, j].item() for j in range(node + 1) if tree.ancestors[row, node, j]]
             torch.testing.assert_close(logits[row, node], own_logits(alone, ids + path), atol=2e-4, rtol=1e-4)
+
+
+def test_nodes_that_are_not_read_cost_nothing_and_change_nothing(name: str) -> None:
+    """Drafts of different lengths side by side: the others' logits stay, and the model never sees what was left out."""
+    target = Target(build(name), None)
+    prompts = [random_ids(count, seed=count) for count in (14, 5, 21)]
+    tree = TokenTree.chain(torch.tensor([7, 8, 9]), torch.tensor([random_ids(4, seed=seed) for seed in (1, 2, 3)]))
+    read = torch.arange(5) <= torch.tensor([[2], [0], [4]])
+    results, widths = [], []
+    hook = target.model.base_model.register_forward_pre_hook(
+        lambda module, args, given: widths.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    for part in (tree, replace(tree, valid=read, read=read)):
+        cache = KVCache(rows=3, capacity=64)
+        target.prefill([torch.tensor(ids) for ids in prompts], cache, first_row=0)
+        reading = target.verify(part, torch.tensor([14, 5, 21]), cache, longest=21, taps=(0, 2))
+        results.append((score(target, part, reading.hidden), reading))
+    hook.remove()
+    assert widths == [64, 15, 64, 9]
+    (whole, everything), (part, some) = results
+    torch.testing.assert_close(part[read], whole[read], atol=2e-4, rtol=1e-4)
+    assert bool((part[~read] == 0).all())
+    assert everything.features is not None
+    assert some.features is not None
+    torch.testing.assert_close(some.features[read], everything.features[read], atol=2e-4, rtol=1e-4)
 
 
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
