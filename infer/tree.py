@@ -161,7 +161,8 @@ class Topology:
 def _compiled(paths: tuple[tuple[int, ...], ...], device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Parents (N,), and per non-root node its step (N-1,) and rank (N-1,), all int64."""
     index = {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
-    parents = torch.tensor([-1] + [index[path[:-1]] for path in paths], device=device)
-    steps = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64, device=device)
-    ranks = torch.tensor([path[-1] for path in paths], dtype=torch.int64, device=device)
+    with torch.inference_mode(False):  # they are kept, and may next be asked for outside inference
+        parents = torch.tensor([-1] + [index[path[:-1]] for path in paths], device=device)
+        steps = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64, device=device)
+        ranks = torch.tensor([path[-1] for path in paths], dtype=torch.int64, device=device)
     return parents, steps, ranks

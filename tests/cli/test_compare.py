@@ -29,7 +29,11 @@ def recipes(recipe: Path) -> list[Path]:
 @pytest.mark.slow
 def test_two_recipes_become_two_lines(recipes: list[Path], tmp_path: Path) -> None:
     prompts = tmp_path / "asked.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (3, 7)))
+    prompts.write_text(
+        "".join(
+            json.dumps({"question_id": n, "category": "counting", "turns": [f"count to {n}"]}) + "\n" for n in (3, 7)
+        )
+    )
     options = ("--responses", tmp_path / "data.jsonl", "--out", tmp_path / "all", "--prompts", prompts)
     command = ("compare", *recipes, *options, "--max-new-tokens", 12, "--dtype", "float32", "--set", "steps=2")
     ran = draftsmith(*command)

@@ -114,3 +114,14 @@ def test_an_empty_topology_is_the_root_alone() -> None:
 def test_a_topology_with_orphans_or_repeats_is_refused(paths: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="contain each path's prefix"):
         Topology(paths)
+
+
+def test_a_topology_first_used_in_inference_serves_training_too() -> None:
+    topology, anchors = Topology(((0,), (1,), (0, 2))), torch.tensor([5])
+    with torch.inference_mode():
+        topology.fill(anchors, torch.zeros(1, 2, 3, dtype=torch.int64))
+    scores = torch.zeros(1, 2, 3, requires_grad=True)
+    confidence = topology.fill(anchors, torch.zeros(1, 2, 3, dtype=torch.int64), scores).confidence
+    assert confidence is not None
+    confidence.sum().backward()
+    assert scores.grad is not None
