@@ -152,9 +152,7 @@ def prepare(engine: Engine, recipe: Recipe, drafter: TrainedDrafter) -> tuple[nn
             "this head has no trainable weights, nothing would be trained; check its settings under `head`."
         )
     settings = recipe.optimiser
-    optimiser = torch.optim.AdamW(
-        parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-    )
+    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     inside = _Unit(drafter.to(engine.accelerator.device)) if engine.name.startswith("zero-3") else drafter
     model, prepared = engine.accelerator.prepare(inside, optimiser)
     return model, prepared
