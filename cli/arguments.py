@@ -21,7 +21,8 @@ DrafterName = Annotated[
     str,
     typer.Option(
         "--drafter",
-        help="Folder of a trained drafter; prompt-lookup, lookahead or draft:MODEL (no training); none for plain decoding.",
+        help="Folder of a trained drafter; prompt-lookup, lookahead, draft:MODEL, or mtp, the target's own extra layer where it "
+        "ships one (no training); none for plain decoding.",
         metavar="DIR|none|...",
     ),
 ]
@@ -145,7 +146,10 @@ def open_drafter(
         return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
     shape: Literal["", "chain", "tree"] = "chain" if draws and tree == "chain" else draws
-    drafter = make_drafter(name, target, load_trained, draws=shape, quantize=quantize)
+    if name.partition(":")[0] == "mtp":
+        drafter = _own_layer(name, target, quantize=quantize)
+    else:
+        drafter = make_drafter(name, target, load_trained, draws=shape, quantize=quantize)
     return drafter if schedule == "none" else _scheduled(drafter, target, rule=schedule, rows=rows, measured=measured)
 
 
@@ -156,6 +160,19 @@ def _quantize(drafter: TrainedDrafter, kind: str, target: Target) -> None:
         raise ValueError(f"a trained drafter can be quantised to int8, got {kind!r}; draft:MODEL to int4 too.")
     quantized.check_kind(kind, target.device)
     quantized.quantize(drafter, kind, keep=[target.head.weight, *drafter.indexed], device=target.device)
+
+
+def _own_layer(name: str, target: Target, *, quantize: str | None) -> Drafter:
+    """`mtp`, or `mtp:K` for chains of K tokens."""
+    if quantize is not None:
+        raise ValueError("--quantize-drafter: mtp drafts with a layer of the target itself; leave the option out.")
+    from ..heads.mtp import Mtp
+    from ..infer.tree import Topology
+
+    length = name.partition(":")[2] if ":" in name else "3"
+    if not length.isdecimal() or int(length) < 1:
+        raise ValueError(f"--drafter mtp:K drafts K tokens, 1 or more, got {name!r}; mtp alone drafts 3.")
+    return Mtp(target, topology=Topology.chain(int(length)))
 
 
 def _scheduled(drafter: Drafter, target: Target, *, rule: str, rows: int, measured: dict[str, Any]) -> Drafter:

@@ -253,8 +253,7 @@ class Eagle3(TrainedDrafter):
         assert seen.features is not None, "the features of the tapped layers were not read"
         batch, width = seen.tokens.shape
         rows, newest = torch.arange(batch, device=seen.tokens.device), seen.count - 1
-        tokens = torch.roll(seen.tokens, -1, dims=1)
-        tokens[rows, newest] = seen.anchor
+        tokens = seen.next_tokens()
         positions = seen.start[:, None] + torch.arange(width, device=tokens.device)
         single = self.config.num_layers == 1  # then only the newest pair's output is ever used
         memory = state.cache.observe(self, seen.rows, seen.start, seen.count, width, last=single)

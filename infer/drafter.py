@@ -54,6 +54,12 @@ class Observation:
         """Whether these rows have just joined, so that whatever the state holds of them is of other requests."""
         return self.logits is None
 
+    def next_tokens(self) -> Tensor:
+        """(B, A) int64: the token after each one read; after the newest stands the anchor."""
+        tokens = torch.roll(self.tokens, -1, dims=1)
+        tokens[range(len(tokens)), self.count - 1] = self.anchor
+        return tokens
+
     def texts(self) -> list[list[int]]:
         """Per row the tokens just read and the anchor, on the host in one transfer."""
         table = torch.cat([self.count[:, None], self.anchor[:, None], self.tokens], dim=1).tolist()

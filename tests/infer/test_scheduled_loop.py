@@ -174,6 +174,21 @@ def test_a_new_request_begins_with_what_was_measured_on_average() -> None:
     assert state.survival[1, 2] == 0.125
 
 
+def test_what_was_not_drafted_is_not_read() -> None:
+    """A budget larger than the drafts: a chain that ended early is not filled up."""
+
+    class Short(Fixed):
+        def draft(self, state: list[int], anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+            tree = super().draft(state, anchors, lengths, sampling)
+            return replace(tree, valid=torch.tensor([[True, True, False, False], [True, True, True, True]]))
+
+    scheduled = Scheduled(Short([torch.ones(2, 3)] * 2), seconds={1: 1.0, 8: 1.0}, rule="budget")
+    state = scheduled.start(rows=2, capacity=8)
+    tree = scheduled.draft(state, torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64), Sampling([]))
+    assert tree.read is not None
+    assert tree.read.sum(dim=1).tolist() == [2, 4]
+
+
 def test_cutting_keeps_everything_of_the_prefix() -> None:
     tokens, sure = torch.randint(9, (3, 4)), torch.rand(3, 4)
     probs = torch.rand(3, 4, 9)
