@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.heads import load_drafter
+from draftsmith.heads import METHODS, Binding, load_drafter
 from draftsmith.infer.target import Target
 
+from ..heads.laws import SMALL
 from .conftest import Cli
 
 
@@ -46,10 +47,12 @@ def test_a_calibrated_drafter_is_scheduled_and_its_text_stays(
 
 
 @pytest.fixture
-def one_drafter(cli: Cli, drafter_dir: Path) -> Path:
-    if drafter_dir.name != "medusa":
-        pytest.skip("one method is enough for what no method changes")
-    return drafter_dir
+def one_drafter(tiny_target: Target, tmp_path: Path) -> Path:
+    """Of one method, for what no method changes."""
+    config, method = METHODS["medusa"]
+    binding = Binding(target=tiny_target.fingerprint(), template_hash=tiny_target.template_hash)
+    method(config(**SMALL["medusa"]), tiny_target).save(tmp_path / "one", binding=binding)
+    return tmp_path / "one"
 
 
 def test_an_uncalibrated_drafter_is_scheduled_too_and_told_so(

@@ -55,7 +55,7 @@ def watched(drafter: Drafter, *, rows: int, rule: str = "early-stop") -> Watched
 def test_text_equals_plain_decoding(
     tiny_target: Target, draft: Target, rule: str, rows: int, settings: SamplingParams
 ) -> None:
-    ids = drafting.prompts(9, seed=4, vocab_size=tiny_target.vocab_size)
+    ids = drafting.prompts(9, seed=4, vocab_size=tiny_target.vocab_size)[: 4 + rows]
     scheduled = watched(DraftModel(draft, tiny_target, length=DEPTH, min_confidence=0), rows=rows, rule=rule)
     plain = drafting.decode(tiny_target, None, ids, sampling=settings)
     drafted = drafting.decode(tiny_target, scheduled, ids, sampling=settings, rows=rows)
