@@ -105,6 +105,12 @@ def test_sizes_are_known_before_the_first_byte(tmp_path: Path, tiny_target: Targ
         assert report.bytes <= expected <= report.bytes + 1024 * made.num_shards
 
 
+def test_shards_may_be_read_by_whom_any_new_file_may(tmp_path: Path, tiny_target: Target, rows: list[Row]) -> None:
+    stored = built(tmp_path, tiny_target, rows)
+    (tmp_path / "any").touch()
+    assert stored.path(0).stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def flip(path: Path, places: list[int]) -> None:
     """Change bytes of a file; the map of the reader shows it at once."""
     with path.open("r+b") as file:
