@@ -144,6 +144,19 @@ def test_a_byte_changed_anywhere_is_noticed_and_the_shard_written_anew(
     assert changed >= 25
 
 
+def test_numbers_that_a_changed_header_would_read_otherwise_are_noticed(
+    tmp_path: Path, tiny_target: Target, rows: list[Row]
+) -> None:
+    stored = built(tmp_path, tiny_target, rows, compression="int8")
+    wanted, path = stored.batch([4]), stored.path(0)
+    whole = path.read_bytes()
+    assert 4 in stored.indices(0)
+    assert whole.count(b'"I8"') == 2
+    path.write_bytes(whole.replace(b'"I8"', b'"U8"'))
+    assert torch.equal(cache(tmp_path, tiny_target, rows, compression="int8").batch([4]).hidden, wanted.hidden)
+    assert path.read_bytes() == whole
+
+
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "of another cache"])
 def test_a_shard_that_is_no_shard_is_written_anew_while_it_is_read(
     tmp_path: Path, tiny_target: Target, rows: list[Row], damage: str
