@@ -106,7 +106,7 @@ def _has_size(cache: FeatureCache, number: int, size: int | None) -> bool:
 
 def _damaged(cache: FeatureCache, present: set[int], progress: bool) -> set[int]:
     found = set()
-    for number in tqdm(sorted(present), desc="check", unit="shard", disable=not progress):
+    for number in tqdm(sorted(present), desc="check", unit="shard", disable=not (progress and present)):
         if not cache.is_whole(number, thoroughly=True):
             print(f"features: {cache.path(number)} is damaged and is written anew", file=sys.stderr)
             found.add(number)

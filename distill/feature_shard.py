@@ -55,6 +55,7 @@ def write_shard(
     scratch = path.with_name(f".writing-{path.name}")
     try:
         save_file(tensors, scratch, metadata={IDENTITY: identity})
+        _open_to_others(scratch)
         os.replace(scratch, path)
     except SafetensorError as error:  # its own class for what the system reported
         scratch.unlink(missing_ok=True)
@@ -92,6 +93,13 @@ class Shard:
             part, kind = name.split(".")
             row.setdefault(part, {})[kind] = tensor
         return row
+
+
+def _open_to_others(path: Path) -> None:
+    """Permissions as of any new file: safetensors gives its files to their owner alone, and a cache may be shared."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

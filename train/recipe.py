@@ -179,6 +179,11 @@ class Recipe(Section):
             raise ValueError(
                 "target_shards applies to a split target only; remove it or set target_sharding to tensor."
             )
+        if self.target_sharding != "none" and self.data.features == "disk":
+            raise ValueError(
+                "features on disk are written by processes on their own and a sharded target is read by all together; set "
+                "data.features to memory or online, or target_sharding to none."
+            )
         if self.target_sharding != "none" and self.head.model_dump().get("on_policy"):
             raise ValueError(
                 "on_policy reads rows of some processes only and a sharded target is read by all together; set head.on_policy to 0 "

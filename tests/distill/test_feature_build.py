@@ -10,13 +10,14 @@ import signal
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.feature_build import BuildReport, build
-from draftsmith.distill.feature_manifest import Manifest
+from draftsmith.distill.feature_manifest import Manifest, hash_rows
 from draftsmith.distill.packing import Row
 from draftsmith.infer.target import Target
 
@@ -107,6 +108,16 @@ def test_a_cache_of_anything_else_is_refused_with_what_differs(
             build(wanted)
         assert "--replace" in str(caught.value)
         assert contents(tmp_path) == before
+
+
+def test_a_single_other_token_or_document_border_makes_other_rows_and_another_mask_does_not(rows: list[Row]) -> None:
+    first = rows[0]
+    token, border, mask = first.tokens.clone(), first.segments.clone(), ~first.supervised
+    token[3] += 1
+    border[border > 1] -= 1
+    others = (replace(first, tokens=token), replace(first, segments=border))
+    assert len({hash_rows([row, *rows[1:]]) for row in (first, *others)}) == 3
+    assert hash_rows([replace(first, supervised=mask), *rows[1:]]) == hash_rows(rows), "what is learned is not stored"
 
 
 def test_another_template_and_another_precision_are_refused(

@@ -105,6 +105,12 @@ def test_sizes_are_known_before_the_first_byte(tmp_path: Path, tiny_target: Targ
         assert report.bytes <= expected <= report.bytes + 1024 * made.num_shards
 
 
+def test_shards_may_be_read_by_whom_any_new_file_may(tmp_path: Path, tiny_target: Target, rows: list[Row]) -> None:
+    stored = built(tmp_path, tiny_target, rows)
+    (tmp_path / "any").touch()
+    assert stored.path(0).stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def flip(path: Path, places: list[int]) -> None:
     """Change bytes of a file; the map of the reader shows it at once."""
     with path.open("r+b") as file:
@@ -136,6 +142,19 @@ def test_a_byte_changed_anywhere_is_noticed_and_the_shard_written_anew(
             flip(stored.path(1), [place])  # a byte of the header's padding, or of a map that was read already
         assert stored.path(1).read_bytes() == whole, "it is written anew, to the byte"
     assert changed >= 25
+
+
+def test_numbers_that_a_changed_header_would_read_otherwise_are_noticed(
+    tmp_path: Path, tiny_target: Target, rows: list[Row]
+) -> None:
+    stored = built(tmp_path, tiny_target, rows, compression="int8")
+    wanted, path = stored.batch([4]), stored.path(0)
+    whole = path.read_bytes()
+    assert 4 in stored.indices(0)
+    assert whole.count(b'"I8"') == 2
+    path.write_bytes(whole.replace(b'"I8"', b'"U8"'))
+    assert torch.equal(cache(tmp_path, tiny_target, rows, compression="int8").batch([4]).hidden, wanted.hidden)
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "of another cache"])

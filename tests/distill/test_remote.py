@@ -186,6 +186,14 @@ def test_a_server_that_went_away_stops_the_run_and_keeps_what_it_had_answered(
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
 
 
+def test_prompts_given_up_here_and_there_do_not_stop_the_run(tmp_path: Path, served: ServedTarget) -> None:
+    words = Words(served.tokenizer)
+    talks = [talk(f"{'sick' if i % 2 else 'well'}{i}", f"{'sick' if i % 2 else 'well'} {i}") for i in range(12)]
+    with ChatServer(lambda body: (503, {}) if "sick" in body["messages"][-1]["content"] else words(body)) as server:
+        report = run(server, served, talks, tmp_path / "r.jsonl", attempts=2, concurrency=1, share=1.0)
+    assert (report.answered, report.failed) == (6, 6)
+
+
 def test_as_many_requests_are_under_way_as_allowed_and_no_more(tmp_path: Path, served: ServedTarget) -> None:
     words = Words(served.tokenizer)
 
