@@ -55,6 +55,16 @@ class Engine:
         self._joins_alone = False  # prompts are read one by one once memory has run out
         self._begin_empty()
 
+    def _begin_empty(self) -> None:
+        """No row is active, and nothing is kept of those that were."""
+        device = self.target.device
+        self.cache = self.target.new_cache(rows=self.max_rows, capacity=256)
+        self.state = self.drafter.start(rows=self.max_rows, capacity=256)
+        self._rows: list[Row] = []
+        self._anchors = torch.zeros(0, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._set_sampling()
+
     def add(self, request: Request) -> None:
         """Queue a request. One that the target cannot answer comes out of the next step, with finish "error".
 
@@ -273,16 +283,6 @@ class Engine:
         self._begin_empty()
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _begin_empty(self) -> None:
-        """No row is active, and nothing is kept of those that were."""
-        device = self.target.device
-        self.cache = self.target.new_cache(rows=self.max_rows, capacity=256)
-        self.state = self.drafter.start(rows=self.max_rows, capacity=256)
-        self._rows: list[Row] = []
-        self._anchors = torch.zeros(0, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(0, dtype=torch.int64, device=device)
-        self._set_sampling()
 
     def _set_sampling(self) -> None:
         self._sampling = Sampling([row.request.sampling for row in self._rows], self.target.device)

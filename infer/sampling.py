@@ -27,7 +27,7 @@ class SamplingParams:
     2. temperature; 0 is greedy, after the penalties.
     3. top_k, the k likeliest tokens; 0 is off.
     4. top_p, the smallest set of likeliest tokens whose probability reaches top_p; 1 is off.
-    5. min_p, the tokens at least min_p times as likely as the likeliest; 0 is off.
+    5. min_p, the tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024); 0 is off.
 
     seed fixes the text: with any drafter, any batch, or no drafter.
     """

@@ -8,8 +8,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from draftsmith.distill.prompts import Conversation
 from draftsmith.distill.respond import respond
@@ -17,10 +20,12 @@ from draftsmith.distill.responses import Response, read_responses
 from draftsmith.distill.talks import RespondReport, conversation_seed
 from draftsmith.distill.template import ChatTemplate
 from draftsmith.distill.tokens import load_samples
+from draftsmith.infer.cache import KVCache
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.request import Request
 from draftsmith.infer.sampling import SamplingParams
-from draftsmith.infer.target import Target
+from draftsmith.infer.target import Reading, Target
+from draftsmith.infer.tree import TokenTree
 
 from .nursery import Nursery
 
@@ -164,6 +169,24 @@ def test_a_run_cut_at_any_place_and_resumed_equals_an_uninterrupted_one(tmp_path
         report = run(tiny_target, TALKS[:9], out, WARM)
         assert report.answered + report.resumed == 9
         assert by_id(out) == expected
+
+
+def test_an_answer_that_memory_cut_short_is_not_kept(tmp_path: Path, tiny_target: Target) -> None:
+    """The run ends with the reason; with more memory the same command goes on, and nothing is different."""
+
+    class Small(Target):
+        def verify(self, tree: TokenTree, lengths: Tensor, cache: KVCache, **options: Any) -> Reading:
+            if int(lengths.max()) > 60:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().verify(tree, lengths, cache, **options)
+
+    out, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
+    with pytest.raises(ValueError, match=r"memory ran out .* Use fewer rows"):
+        run(Small(tiny_target.model, tiny_target.tokenizer, name="tiny"), TALKS, out)
+    assert len(by_id(out)) < len(TALKS)
+    run(tiny_target, TALKS, out)
+    run(tiny_target, TALKS, whole)
+    assert by_id(out) == by_id(whole)
 
 
 def test_resuming_under_other_settings_is_refused(tmp_path: Path, tiny_target: Target) -> None:

@@ -75,6 +75,19 @@ def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
         open_to_append(path, manifest(target={"weights": "xyz", "vocab_size": 300})).__enter__()
 
 
+def test_settings_that_an_older_manifest_does_not_know_were_off(tmp_path: Path) -> None:
+    path, known = tmp_path / "r.jsonl", manifest().sampling
+    with open_to_append(path, manifest()) as (file, _):
+        append(file, response("a"))
+    with open_to_append(path, manifest(sampling=known | {"min_p": 0.0, "repetition_penalty": 1.0})) as (_, done):
+        assert done == {"a"}
+    with (
+        pytest.raises(ValueError, match=r"sampling min_p: 0\.1 here, 0\.0 there"),
+        open_to_append(path, manifest(sampling=known | {"min_p": 0.1})),
+    ):
+        pass
+
+
 def test_a_file_without_its_manifest_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(response("a").model_dump_json() + "\n")

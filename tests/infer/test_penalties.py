@@ -45,8 +45,10 @@ def by_hand(logits: Tensor, prompt: list[int], output: list[int], params: Sampli
 def texts(rows: int) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and outputs of different lengths, with repeated tokens; the last token of each is the anchor."""
     draw = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(VOCAB, (1 + 3 * row,), generator=draw).tolist() for row in range(rows)]
-    outputs = [torch.randint(VOCAB, (1 + 7 * row % 5,), generator=draw).tolist() for row in range(rows)]
+    prompts = [torch.randint(VOCAB, (16 - 3 * row,), generator=draw).tolist() for row in range(rows)]
+    outputs = [
+        [*prompts[row][:1], *torch.randint(VOCAB, (1 + 7 * row % 5,), generator=draw).tolist()] for row in range(rows)
+    ]
     return prompts, outputs
 
 
@@ -64,6 +66,7 @@ def test_every_node_is_penalised_for_its_own_text(dtype: torch.dtype) -> None:
     tokens = torch.randint(VOCAB, (rows, len(PARENTS)))
     tokens[:, 0] = torch.tensor([output[-1] for output in outputs])
     tokens[0, [3, 6]] = int(tokens[0, 1])  # a token twice on one path
+    tokens[:, 2] = torch.tensor([prompt[0] for prompt in prompts])  # of which the padding of shorter texts is made
     valid = torch.rand(tokens.shape) < 0.8
     tree = TokenTree(tokens, torch.tensor(PARENTS).expand(rows, -1), valid)
     logits = (torch.randn(rows, len(PARENTS), VOCAB) * 3).to(dtype)

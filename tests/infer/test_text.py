@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.infer.text import Piece, TextStream
 
 same_tokenizer = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PARTS = ["the", " the", "he", "t", "h", "e", "\u00e9"]
+"""Some of them one token of several letters, one a letter of several tokens."""
 LETTERS = "ab \n\u00e9\u4e2d\U0001f600"
 
 
@@ -71,8 +73,8 @@ def held(text: str, stop: list[str]) -> int:
 
 @same_tokenizer
 @given(
-    parts=st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=4), max_size=8),
-    stop=st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3),
+    parts=st.lists(st.sampled_from(PARTS), max_size=8),
+    stop=st.lists(st.text(alphabet="the\u00e9", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_the_text_ends_before_the_stop_string_that_is_complete_first(
     tiny_tokenizer: PreTrainedTokenizerFast, parts: list[str], stop: list[str]
@@ -97,8 +99,8 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(
 
 @same_tokenizer
 @given(
-    parts=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=8),
-    stop=st.lists(st.text(alphabet="ab", min_size=2, max_size=4), min_size=1, max_size=3),
+    parts=st.lists(st.sampled_from([part for part in PARTS if part.isascii()]), min_size=1, max_size=8),
+    stop=st.lists(st.text(alphabet="the ", min_size=2, max_size=4), min_size=1, max_size=3),
 )
 def test_it_stops_at_the_first_token_that_completes_a_stop_string(
     tiny_tokenizer: PreTrainedTokenizerFast, parts: list[str], stop: list[str]
@@ -142,6 +144,12 @@ def test_a_stop_string_is_seen_before_a_character_that_is_not_all_there(
     assert stream.feed(300) == []
     assert stream.is_stopped
     assert stream.text == ""
+
+
+def test_the_order_within_a_token_is_that_of_its_letters(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    (token,) = ids_of(tiny_tokenizer, [" the"])
+    stream = TextStream(tiny_tokenizer, ["the", "h"])
+    assert stream.feed(token) == [Piece(" t", False)], "h is complete before the"
 
 
 @pytest.mark.parametrize(("stop", "text"), [(["bc", "abcd"], "a"), (["abc", "bc"], ""), (["d", "bcd"], "a")])
