@@ -1,6 +1,7 @@
 """Nothing is lost: every stage is killed at random instants and goes on to the very end it would have reached.
 
-KILLS=20 kills each stage as often (six stages of a kill are enough for every day). The instants are drawn from a seed.
+The stages are answering, building the feature cache, and training. KILLS=20 kills each of them twenty times instead of
+twice. The instants are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from .conftest import WORDS, Content
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 """Of each stage."""
 
 
 class Stage:
     """A command that is killed now and then, and what it has done so far."""
 
-    def __init__(self, start: Callable[[int], BaseProcess], done: Callable[[], int], *, whole: int) -> None:
-        """start: the process of the n-th attempt; done: units of work on disk; whole: units of an uninterrupted run."""
+    def __init__(self, start: Callable[[], BaseProcess], done: Callable[[], int], *, whole: int) -> None:
+        """start: the process, begun anew or continued; done: units of work on disk; whole: those of an uninterrupted run."""
         self.start, self.done, self.whole = start, done, whole
 
-    def survive(self, draw: random.Random) -> list[int]:
-        """Kill it KILLS times, spread over its work, then let it end. Returns how far it was at each kill."""
+    def kill(self, draw: random.Random) -> list[int]:
+        """Kill it KILLS times, spread over its work. Returns how far it was each time."""
         at = []
         for kill in range(KILLS):
-            process = self.start(kill)
+            process = self.start()
             goal = max(self.done(), kill * self.whole // (KILLS + 1)) + draw.randint(
                 0, max(1, self.whole // (KILLS + 1))
             )
@@ -54,10 +55,12 @@ class Stage:
             process.join()
             assert process.exitcode == -signal.SIGKILL, f"kill {kill} came too late"
             at.append(self.done())
-        process = self.start(KILLS)
+        return at
+
+    def finish(self) -> None:
+        process = self.start()
         process.join()
         assert process.exitcode == 0
-        return at
 
 
 @pytest.fixture(scope="module")
@@ -100,27 +103,45 @@ def test_killed_in_every_stage_the_end_is_bit_identical(
         words += ["--rows", 4, "--max-new-tokens", 24, "--dtype", "float32"]
         return spawn(verb, [str(word) for word in words], log)
 
-    def train(name: str, attempt: int) -> BaseProcess:
+    def train(name: str) -> BaseProcess:
         overrides = [f"data.responses={tmp_path / name / 'r.jsonl'}", f"out={tmp_path / name / 'run'}"]
-        return spawn(work, str(recipe), overrides, attempt > 0, log, None)
+        return spawn(work, str(recipe), overrides, True, log, None)
 
-    held = {"responses": "", "row_length": 128, "held_out": content["data"]["held_out"]}
+    cache = {"shard_mib": 0.006}
+    held = {
+        "responses": "",
+        "row_length": 128,
+        "held_out": content["data"]["held_out"],
+        "features": "disk",
+        "cache": cache,
+    }
     recipe = write_recipe(content | {"data": held, "steps": 60, "eval_every": 30, "save_every": 5, "decode_prompts": 2})
     respond("whole").join()
-    train("whole", 0).join()
+    train("whole").join()
 
     answers, metrics = tmp_path / "killed" / "r.jsonl", tmp_path / "killed" / "run" / "metrics.jsonl"
-    at = Stage(lambda _: respond("killed"), lambda: len(whole_lines(answers)), whole=count).survive(draw)
+    responding = Stage(lambda: respond("killed"), lambda: len(whole_lines(answers)), whole=count)
+    at = responding.kill(draw)
+    responding.finish()
     assert at == sorted(at), f"answers were lost: {at}"
     by_id = {line["id"]: line for line in whole_lines(answers)}
     assert len(whole_lines(answers)) == len(by_id) == count, "an answer is there twice"
     assert by_id == {line["id"]: line for line in whole_lines(tmp_path / "whole" / "r.jsonl")}
 
+    def features() -> int:
+        return len(list((metrics.parent / "features").rglob("shard-*.safetensors")))
+
+    shards = len(list((tmp_path / "whole" / "run" / "features").rglob("shard-*.safetensors")))
+    assert shards > 20
+    Stage(lambda: train("killed"), features, whole=shards).kill(draw)
+
     def steps() -> int:
         lines = whole_lines(metrics)
         return int(lines[-1]["step"]) if lines else 0
 
-    Stage(lambda attempt: train("killed", attempt), steps, whole=60).survive(draw)
+    training = Stage(lambda: train("killed"), steps, whole=60)
+    training.kill(draw)
+    training.finish()
     for name in ("drafter/model.safetensors", "metrics.jsonl"):
         assert (metrics.parent / name).read_bytes() == (tmp_path / "whole" / "run" / name).read_bytes(), name
     newest = checkpoints(metrics.parent / "checkpoints")[-1].name
