@@ -94,6 +94,10 @@ def measure(recipe: Recipe, architecture: PretrainedConfig) -> Measured:
     a drafter that does not fit the target."""
     from transformers import AutoModelForCausalLM
 
+    if recipe.backbone:
+        raise ValueError(
+            "there is no plan for joint training yet; plan with backbone=null for all but the adapters' part."
+        )
     with Phantoms() as phantoms:
         dtype = DTYPES[recipe.target_dtype]
         target = Target(

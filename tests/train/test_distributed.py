@@ -111,6 +111,17 @@ def every_method(
 
 
 @pytest.fixture(scope="module")
+def jointly(
+    every_method: dict[str, tuple[Content, TrainResult]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Content, TrainResult]]:
+    """Heads whose target is trained along with them."""
+    content, _ = every_method["medusa"]
+    backbone = {"backbone": {"rank": 4, "head_weight": 1.0}, "out": str(tmp_path_factory.mktemp("joint") / "run")}
+    recipe: Content = content | backbone
+    return {"joint": (recipe, train(parse_recipe(recipe, source="test"), resume=False))}
+
+
+@pytest.fixture(scope="module")
 def for_split_targets(
     every_method: dict[str, tuple[Content, TrainResult]],
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -136,10 +147,15 @@ def for_split_targets(
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
 def test_every_method_follows_the_loss_of_one_process(
-    engine: str, every_method: dict[str, tuple[Content, TrainResult]], launch: Callable[..., Any], tmp_path: Path
+    engine: str,
+    every_method: dict[str, tuple[Content, TrainResult]],
+    jointly: dict[str, tuple[Content, TrainResult]],
+    launch: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
-    """Losses, weights, predicted and real tau."""
-    assert_all_follow(every_method, launch, tmp_path, engine)
+    """Losses, weights, predicted and real tau; the target's adapters too where it is trained jointly."""
+    runs = every_method | (jointly if engine in ("ddp", "zero1", "zero2") else {})
+    assert_all_follow(runs, launch, tmp_path, engine)
     assert_optimiser_takes_what_is_planned(tmp_path / "medusa", engine)
 
 
