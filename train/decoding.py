@@ -16,8 +16,8 @@ from accelerate.utils import gather_object
 
 from ..distill.packing import Row
 from ..heads import load_drafter
-from ..infer.decode import Engine, Request
-from ..infer.request import Stats
+from ..infer.decode import Engine
+from ..infer.request import Request, Stats
 from .assembly import Run
 from .metrics import Values
 

@@ -117,7 +117,7 @@ def make_plan(
     measured = measure(recipe, architecture)
     options, reason = _layouts(measured, architecture, cluster)
     whole = recipe.data.row_length * recipe.rows_per_step
-    passes = recipe.epochs and epoch_tokens and int(recipe.epochs * epoch_tokens)
+    passes = None if recipe.epochs is None or epoch_tokens is None else int(recipe.epochs * epoch_tokens)
     return Plan(
         measured=measured,
         cluster=cluster,

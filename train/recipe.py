@@ -97,7 +97,7 @@ class Backbone(Section):
 
     rank: int = Field(32, ge=1)
     """Rank of the adapters (Medusa-2: 32)."""
-    alpha: float = Field(16, gt=0)
+    alpha: int = Field(16, ge=1)
     """Their output is scaled by alpha / rank (Medusa-2: 16)."""
     modules: str | tuple[str, ...] = "all-linear"
     """Linear layers that get one, by the ends of their names; all-linear: all but the output head."""

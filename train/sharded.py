@@ -97,7 +97,7 @@ class ShardedTarget(Target):
 
         Raises ValueError in all of them if that fails.
         """
-        fault, asked = [None], list[Asked | None]([None])
+        fault, asked = list[str | None]([None]), list[Asked | None]([None])
         if dist.get_rank(self.group) == 0:
             self.is_led = True
             try:

