@@ -97,14 +97,16 @@ def _models(found: Plan) -> list[tuple[str, str]]:
 
 
 def _data(found: Plan, row_length: int) -> list[tuple[str, str]]:
-    measured, size = found.measured, found.measured.features
-    whole = "" if found.epoch_tokens is None else f", {_gib(size * found.epoch_tokens)} GiB for the data"
+    measured, form = found.measured, found.compression
+    sizes = ", ".join(f"{kind} {size:,}" for kind, size in measured.features.items())
+    known = found.epoch_tokens
+    whole = "" if known is None else f"; {_gib(measured.features[form] * known)} GiB as {form} for the data"
     together = found.answers(row_length)
     room = (
         f"{together} of {row_length} tokens fit beside the target on one GPU" if together else "the target fills a GPU"
     )
     return [
-        ("feature cache", f"{size:,} bytes per token, uncompressed{whole}"),
+        ("feature cache", f"bytes per token: {sizes}{whole}"),
         ("answers", f"{measured.cache:,} bytes of keys and values per token; {room}"),
     ]
 

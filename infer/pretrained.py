@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import embedded, packed, quantized
+from .adapter import changed_target, merge_adapter
 from .fingerprint import weights_hash
 from .layers import decoder_layers
 from .quantized import Quantization
@@ -45,10 +46,12 @@ def load_pretrained(name: str, *, dtype: str, device: str | None, quantize: str 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     folder = embedded.resolve(name)
+    changed = changed_target(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = kind.from_pretrained(folder, dtype=DTYPES[dtype])
+        model = kind.from_pretrained(folder if changed is None else embedded.resolve(changed), dtype=DTYPES[dtype])
+        model = model if changed is None else merge_adapter(model, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(

@@ -7,22 +7,25 @@ import io
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..distill.features import Online
 from ..distill.objectives import make_objective
 from ..distill.packing import packing_efficiency
 from ..distill.tokens import Sample
 from ..distill.vocabulary import choose_vocabulary, coverage
-from ..heads import METHODS, Binding, Objective, TrainedDrafter
+from ..heads import METHODS, Binding, LossSums, Objective, TeacherBatch, TrainedDrafter
 from ..heads.files import check_binding, read_config, read_weights
 from ..infer.target import Target
 from . import checkpoint, data, engine
 from .checkpoint import Position
+from .joint import FOLDER as TARGET
+from .joint import Joint
 from .provenance import provenance
 from .recipe import Recipe
 from .sharded import ShardedTarget
@@ -42,6 +45,8 @@ class Run:
     optimiser: torch.optim.Optimizer
     drafter: TrainedDrafter
     """The drafter itself: for its config, never for its methods during training."""
+    joint: Joint | None
+    """The drafter with its target's adapters, if the target is trained too."""
     rows: data.Rows
     held_out: data.Rows
     stream: data.Stream
@@ -64,6 +69,30 @@ class Run:
     def share(self, batch: Sequence[int]) -> list[list[int]]:
         """This process' micro-batches of a global batch; equally many in every process."""
         return data.share(batch, rank=self.engine.rank, world=self.engine.world, most=self.recipe.rows_per_forward)
+
+    def teach(self, micro: Sequence[int]) -> TeacherBatch:
+        """What the target computes on these training rows, as it was when the run began."""
+        with self.joint.off() if self.joint else contextlib.nullcontext():
+            return self.rows.teach(micro)
+
+    def loss(self, out: LossSums, counts: Tensor, batch: Sequence[int], step: int) -> Tensor:
+        """A micro-step's share of the loss of `step` (1-based). counts: (K,), of the global batch."""
+        per_row = torch.tensor(out.weights) / counts.clamp(min=1)  # (K,)
+        drafted = (out.sums * per_row.to(out.sums)).sum()
+        if self.joint is None:
+            return drafted
+        rows = [self.rows.rows[index] for index in batch]
+        return self.joint.loss(out, drafted, rows, (step - 0.5) / self.num_steps)
+
+    def save_drafter(self, folder: Path, measured: dict[str, Any], state: dict[str, Tensor]) -> None:
+        """Write the drafter to `folder`, and beside it the target it was trained with if that is another one now. state:
+        what `Engine.state` returns."""
+        binding = replace(self.binding, measured=measured)
+        if self.joint:
+            weights = self.joint.export(state)
+            self.joint.save(folder.with_name(TARGET), weights, target=self.recipe.target)
+            binding = replace(binding, target=self.joint.binding_target(weights))
+        self.drafter.save(folder, binding=binding, weights=self.engine.weights(state, self.drafter))
 
     def autocast(self) -> torch.autocast:
         """The precision that the drafter computes in."""
@@ -89,8 +118,12 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
         samples, train_rows, held_rows = data.load_rows(recipe, target)
         drafter = build_drafter(recipe, target, samples)
         rows, held_out = data.prepare(recipe, drafter, train_rows, held_rows)
-        trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-        model, optimiser = engine.prepare(joined, recipe, drafter)
+        trained = f"{_size(drafter):,} weights of {recipe.head.method}"
+        joint = Joint(drafter, recipe.backbone, seed=recipe.seed) if recipe.backbone else None
+        if joint:  # kept features are the original target's; a drafter is measured on the states it will decode from
+            held_out = replace(held_out, source=Online(target, held_rows, drafter.taps))
+            trained += f", {_size(joint.adapter):,} of adapters of the target"
+        model, optimiser = engine.prepare(joined, recipe, drafter, joint)
         stream = data.Stream(len(train_rows), recipe.rows_per_step, recipe.seed)
         num_steps = recipe.steps or math.ceil((recipe.epochs or 0) * len(train_rows) / recipe.rows_per_step)
         derived = _derive(recipe, joined, rows, held_out, num_steps=num_steps, trained=trained)
@@ -114,6 +147,7 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
         model=model,
         optimiser=optimiser,
         drafter=drafter,
+        joint=joint,
         rows=rows,
         held_out=held_out,
         stream=stream,
@@ -124,6 +158,10 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
         description=description,
         checkpoints=out / CHECKPOINTS,
     )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def load_target(recipe: Recipe, joined: engine.Engine) -> Target:
@@ -183,7 +221,7 @@ def _warm_start(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
 
 
 def _derive(
-    recipe: Recipe, joined: engine.Engine, rows: data.Rows, held_out: data.Rows, *, num_steps: int, trained: int
+    recipe: Recipe, joined: engine.Engine, rows: data.Rows, held_out: data.Rows, *, num_steps: int, trained: str
 ) -> dict[str, str]:
     """Numbers that follow from the recipe, with how."""
     world, count = joined.accelerator.num_processes, len(rows.rows)
@@ -199,5 +237,5 @@ def _derive(
         "held-out rows": f"{len(held_out.rows)}",
         "steps": f"{num_steps} ({source})" + (f", at most {recipe.minutes:g} minutes" if recipe.minutes else ""),
         "micro-steps": f"{joined.micro_steps} per process ({recipe.rows_per_step} rows, {recipe.rows_per_forward} at once)",
-        "trained": f"{trained:,} weights of {recipe.head.method}",
+        "trained": trained,
     }

@@ -35,6 +35,11 @@ def cache(path: str | Path, overrides: Sequence[str] = (), *, replace: bool = Fa
         raise ValueError(
             f"{path}: data.features is {recipe.data.features}, so a run would not read a cache. Set data.features=disk."
         )
+    if recipe.target_sharding != "none":
+        raise ValueError(
+            f"{path}: its target is split over processes, and this loads a whole one. Launch the training, which builds the "
+            "cache at its start, or set target_sharding=none."
+        )
     target = Target.load(recipe.target, dtype=recipe.target_dtype)
     samples, train_rows, held_rows = data.load_rows(recipe, target)
     drafter = build_drafter(recipe, target, samples)

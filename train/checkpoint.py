@@ -2,6 +2,7 @@
 
     OUT/checkpoints/step-000200/
         drafter/       the drafter in its public format, full weights under every engine
+        target/        the target's adapter, if it is trained too
         state/         optimiser, weights, random state: accelerate's and DeepSpeed's own files
         run.json       the run (recipe, command line, versions), the position, and the size of every file
 
@@ -16,15 +17,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor
 
-from ..heads import Binding, TrainedDrafter
 from .engine import REPLICATED, Engine
 from .recipe import Recipe, differences
 
@@ -58,15 +58,14 @@ def save(
     run: dict[str, Any],
     *,
     engine: Engine,
-    model: nn.Module,
-    drafter: TrainedDrafter,
-    binding: Binding,
+    state: dict[str, Tensor],
+    save_drafter: Callable[[Path, dict[str, Tensor]], None],
 ) -> Path:
-    """Write the checkpoint of `position` below `folder`; a collective call. Raises ValueError on a full disk or another
+    """Write the checkpoint of `position` below `folder`; a collective call. state: what `Engine.state` returns, for
+    `save_drafter`, which process 0 calls with the drafter's folder. Raises ValueError on a full disk or another
     write error, leaving earlier checkpoints as they are."""
     accelerator, place = engine.accelerator, folder / f"step-{position.step:06d}"
     work = folder / f".writing-{place.name}"
-    weights = engine.weights(model, drafter)
     try:
         if accelerator.is_main_process:
             shutil.rmtree(work, ignore_errors=True)
@@ -75,7 +74,7 @@ def save(
         accelerator.save_state(str(work / STATE))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            drafter.save(work / DRAFTER, binding=binding, weights=weights)
+            save_drafter(work / DRAFTER, state)
             sizes = {str(file.relative_to(work)): file.stat().st_size for file in _files(work)}
             content = run | {"position": vars(position), "files": sizes}
             (work / RUN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -27,6 +27,7 @@ from ..distill.tokens import Sample, load_samples
 from ..heads import TeacherBatch, TrainedDrafter
 from ..infer.target import Target
 from .recipe import Recipe
+from .sharded import ShardedTarget
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ def _source(rows: Sequence[Row], drafter: TrainedDrafter, features: str, cache: 
     if features == "memory":
         return Memory(precompute(target, rows, taps=taps, progress=True), target.device)
     assert cache is not None, "features on disk need a cache"
-    build(cache, progress=True)
+    whole = cache
+    if isinstance(target, ShardedTarget):
+        target.lead(lambda: build(whole, progress=True))
+    build(cache, progress=True)  # after that, nothing is missing
     return cache
 
 

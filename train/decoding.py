@@ -16,8 +16,8 @@ from accelerate.utils import gather_object
 
 from ..distill.packing import Row
 from ..heads import load_drafter
-from ..infer.decode import Engine, Request
-from ..infer.request import Stats
+from ..infer.decode import Engine
+from ..infer.request import Request, Stats
 from .assembly import Run
 from .metrics import Values
 
@@ -55,10 +55,10 @@ def decode_held_out(run: Run) -> Decoded:
     if not asked:
         return Decoded(None)
     accelerator, folder, target = run.engine.accelerator, Path(run.recipe.out) / FOLDER, run.drafter.target
-    weights = run.engine.weights(run.model, run.drafter)
+    state = run.engine.state(run.model)
     if run.is_main:
         shutil.rmtree(folder, ignore_errors=True)
-        run.drafter.save(folder, binding=run.binding, weights=weights)
+        run.drafter.save(folder, binding=run.binding, weights=run.engine.weights(state, run.drafter))
     accelerator.wait_for_everyone()
     drafter = load_drafter(folder, target)
     drafter.use_chain()

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.integrations import unset_hf_deepspeed_config
 
 from ..heads import LossSums, Objective, TeacherBatch, TrainedDrafter
+from .joint import Joint
 from .recipe import Recipe
 from .trackers import find_trackers
 
@@ -87,15 +88,18 @@ class Engine:
         else:
             yield
 
-    def weights(self, model: nn.Module, drafter: TrainedDrafter) -> dict[str, Tensor]:
-        """The drafter's whole tensors under the names of its own `state_dict`, on process 0 (elsewhere empty); a
-        collective call."""
-        whole, own = self.accelerator.get_state_dict(model), drafter.state_dict()
-        if self.rank != 0:
-            return {}
-        if not self.name.startswith("zero-3"):
-            return {name: whole[name] for name in own}
-        return {name: whole.get(_Unit.name_of(name), tensor) for name, tensor in own.items()}  # it has no buffers
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """All tensors of the model whole, on process 0 (elsewhere empty or parts); a collective call."""
+        whole: dict[str, Tensor] = self.accelerator.get_state_dict(model)
+        return whole
+
+    def weights(self, state: dict[str, Tensor], drafter: TrainedDrafter) -> dict[str, Tensor]:
+        """The drafter's tensors in a `state`, under the names of its own `state_dict`."""
+        own = drafter.state_dict()
+        if self.name.startswith("zero-3"):
+            return {name: state.get(_Unit.name_of(name), tensor) for name, tensor in own.items()}  # it has no buffers
+        prefix = "" if all(name in state for name in own) else "drafter."  # within train.joint.Joint
+        return {name: state[prefix + name] for name in own}
 
 
 def join(recipe: Recipe) -> Engine:
@@ -142,18 +146,27 @@ def count_micro_steps(recipe: Recipe, world: int) -> int:
     return math.ceil(recipe.rows_per_step / world / recipe.rows_per_forward)
 
 
-def prepare(engine: Engine, recipe: Recipe, drafter: TrainedDrafter) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The drafter inside the engine, and its AdamW over fp32 weights. The target stays outside. What the model returns is
-    for `unpack`. Raises ValueError if nothing is trainable."""
+def prepare(
+    engine: Engine, recipe: Recipe, drafter: TrainedDrafter, joint: Joint | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The drafter inside the engine, and its AdamW over fp32 weights. The target stays outside, but for its adapters if it
+    is trained too (`joint`). What the model returns is for `unpack`. Raises ValueError if nothing is trainable."""
     drafter.float()
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(
             "this head has no trainable weights, nothing would be trained; check its settings under `head`."
         )
+    groups: list[dict[str, Any]] = [{"params": parameters, "lr_share": 1.0}]
+    inside: nn.Module = joint or drafter
+    if joint:
+        groups.append({"params": list(joint.adapter), "lr_share": joint.settings.lr_share})
+        if engine.name not in (REPLICATED, "zero-1", "zero-2"):
+            raise ValueError(f"backbone trains under ddp, zero1 and zero2; this launch is {engine.name}.")
+    elif engine.name.startswith("zero-3"):
+        inside = _Unit(drafter.to(engine.accelerator.device))
     settings = recipe.optimiser
-    optimiser = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
-    inside = _Unit(drafter.to(engine.accelerator.device)) if engine.name.startswith("zero-3") else drafter
+    optimiser = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     model, prepared = engine.accelerator.prepare(inside, optimiser)
     return model, prepared
 

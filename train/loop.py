@@ -101,15 +101,14 @@ def take_step(run: Run, batch: Sequence[int], counts: Tensor, *, step: int, lr: 
     """
     accelerator, model, tally = run.engine.accelerator, run.model, Tally()
     for group in run.optimiser.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_share"]
     for micro in run.share(batch):
-        teacher = run.rows.teach(micro)
+        teacher = run.teach(micro)
         seed_draws(run.recipe.seed, step, *micro)
         with accelerator.accumulate(model):  # gradients are exchanged in the last micro-step only
             with run.autocast():
                 out = unpack(model(teacher, run.objective))
-            per_row = torch.tensor(out.weights) / counts.clamp(min=1)  # (K,)
-            loss = (out.sums * per_row.to(out.sums)).sum()
+            loss = run.loss(out, counts, batch, step)
             if not bool(torch.isfinite(loss)):
                 raise ValueError(_not_finite("loss", loss.item(), step, run.rows.name(micro)))
             accelerator.backward(loss * run.engine.loss_scale)
@@ -152,9 +151,8 @@ def _save(run: Run, tracker: Tracker, at: Position, measured: dict[str, Any]) ->
         at,
         run.description | {"measured": measured},
         engine=run.engine,
-        model=run.model,
-        drafter=run.drafter,
-        binding=replace(run.binding, measured=measured),
+        state=run.engine.state(run.model),
+        save_drafter=lambda place, state: run.save_drafter(place, measured, state),
     )
     if run.is_main:
         checkpoint.rotate(run.checkpoints, run.recipe.keep_checkpoints)
@@ -164,10 +162,10 @@ def _save(run: Run, tracker: Tracker, at: Position, measured: dict[str, Any]) ->
 def _finish(run: Run, tracker: Tracker, at: Position, measured: dict[str, Any], *, is_finished: bool) -> TrainResult:
     out = Path(run.recipe.out)
     drafter = out / DRAFTER if is_finished else checkpoint.checkpoints(run.checkpoints)[-1] / DRAFTER
-    weights = run.engine.weights(run.model, run.drafter)
+    state = run.engine.state(run.model)
     if run.is_main:
         if is_finished:
-            run.drafter.save(drafter, binding=replace(run.binding, measured=measured), weights=weights)
+            run.save_drafter(drafter, measured, state)
         checkpoint.write_json(out / RUN, run.description | {"measured": measured, "position": vars(at)})
     if at.skipped:
         tracker.say(f"{at.skipped} steps had no supervised token and were passed over")

@@ -50,23 +50,23 @@ class Phantom(Tensor):
 
     @staticmethod
     def __new__(cls, shape_only: Tensor) -> Phantom:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return, attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             shape_only.shape,
             strides=shape_only.stride(),
             storage_offset=shape_only.storage_offset(),
             dtype=shape_only.dtype,
-            device="cpu",
+            device=torch.device("cpu"),
         )
 
     def __init__(self, shape_only: Tensor) -> None:
         self.shape_only = shape_only
 
-    def __repr__(self, **unused: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} met a phantom outside of `with Phantoms()`")
 
 
@@ -75,7 +75,7 @@ class Phantoms(TorchDispatchMode):
 
     def __init__(self, *, is_real: bool = False) -> None:
         """is_real: only count."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_real = is_real
         self.now = 0
         """Bytes held."""

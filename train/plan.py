@@ -77,6 +77,8 @@ class Plan:
     """Read in the whole training; None if not known."""
     epoch_tokens: int | None
     """Read in one pass, which is what a feature cache holds; None if not known."""
+    compression: str
+    """In which form it would hold it (the recipe's `data.cache.compression`)."""
     hours: float | None
 
     @property
@@ -115,7 +117,7 @@ def make_plan(
     measured = measure(recipe, architecture)
     options, reason = _layouts(measured, architecture, cluster)
     whole = recipe.data.row_length * recipe.rows_per_step
-    passes = recipe.epochs and epoch_tokens and int(recipe.epochs * epoch_tokens)
+    passes = None if recipe.epochs is None or epoch_tokens is None else int(recipe.epochs * epoch_tokens)
     return Plan(
         measured=measured,
         cluster=cluster,
@@ -125,6 +127,7 @@ def make_plan(
         whole_target_only=reason,
         tokens=recipe.steps * whole if recipe.steps else passes,
         epoch_tokens=epoch_tokens,
+        compression=recipe.data.cache.compression,
         hours=hours,
     )
 

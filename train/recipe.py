@@ -91,6 +91,22 @@ class Optimiser(Section):
     """Rate at the end, as a share of `lr`."""
 
 
+class Backbone(Section):
+    """Joint training of the target through LoRA adapters (train/joint.py). It makes another target, to whose text decoding
+    is then faithful."""
+
+    rank: int = Field(32, ge=1)
+    """Rank of the adapters (Medusa-2: 32)."""
+    alpha: int = Field(16, ge=1)
+    """Their output is scaled by alpha / rank (Medusa-2: 16)."""
+    modules: str | tuple[str, ...] = "all-linear"
+    """Linear layers that get one, by the ends of their names; all-linear: all but the output head."""
+    lr_share: float = Field(0.25, gt=0)
+    """Their learning rate, as a share of `optimiser.lr` (Medusa-2: a quarter)."""
+    head_weight: float = Field(0.01, gt=0)
+    """Weight of the drafter's loss beside the target's own, at the end of a ramp over the run (Medusa-2's self-distillation)."""
+
+
 class Wandb(Section):
     """Weights & Biases; metrics.jsonl and run.json are written in any case."""
 
@@ -118,6 +134,8 @@ class Recipe(Section):
     """What is trained: `method` and that method's own fields."""
     init: str | None = None
     """Folder of a drafter whose weights to begin from (warm start); it must have this `head`."""
+    backbone: Backbone | None = None
+    """Train the target along with the drafter, and how; None leaves it as it is."""
     objective: ObjectiveConfig
     """How the draft's distributions are compared with the target's."""
     data: Data
@@ -179,11 +197,8 @@ class Recipe(Section):
             raise ValueError(
                 "target_shards applies to a split target only; remove it or set target_sharding to tensor."
             )
-        if self.target_sharding != "none" and self.data.features == "disk":
-            raise ValueError(
-                "features on disk are written by processes on their own and a sharded target is read by all together; set "
-                "data.features to memory or online, or target_sharding to none."
-            )
+        if self.target_sharding != "none" and self.backbone:
+            raise ValueError("backbone adapts a whole target; set target_sharding to none or remove backbone.")
         if self.target_sharding != "none" and self.head.model_dump().get("on_policy"):
             raise ValueError(
                 "on_policy reads rows of some processes only and a sharded target is read by all together; set head.on_policy to 0 "

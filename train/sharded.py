@@ -6,11 +6,13 @@ common act: the processes of a group read the same tokens at the same time. In t
 reading goes round: every process' rows are read by all of the group, and each keeps what belongs to its own. That costs
 no more than reading alone would, as each does an equal share of every product.
 
-So every process has to read equally often, which the loop sees to (`data.share`, `metrics.evaluate`).
+So every process has to read equally often, which the loop sees to (`data.share`, `metrics.evaluate`). Where that is not
+so, as in building a feature cache, one process of a group reads and the others read along (`lead`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +28,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+Asked = tuple[list[Any], tuple[int, ...]]
+"""Tokens, positions and segments as lists, and the taps."""
+
+
 class ShardedTarget(Target):
     """A target whose forward is a collective call of the processes that hold it together."""
 
     group: dist.ProcessGroup
+    """The processes that hold it."""
+    is_led: bool | None
+    """True within `lead`, in the process that reads for itself; None after it: what was to be read lies on disk."""
 
     @classmethod
     def load_shards(cls, name: str, *, dtype: str, shards: int) -> ShardedTarget:
@@ -57,23 +66,55 @@ class ShardedTarget(Target):
             ) from error
         target = cls(model, tokenizer, name=name)
         target.group, _ = dist.new_subgroups(group_size=shards)
+        target.is_led = False
         return target
 
     def read_packed(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, *, taps: tuple[int, ...] = ()
     ) -> Reading:
-        """As `Target.read_packed`, for the rows of every process of the group in turn."""
-        own, kept, done = [part.tolist() for part in (tokens, positions, segments)], None, list[Any]()
-        everyones = [None] * dist.get_world_size(self.group)
+        """As `Target.read_packed`, for the rows of every process of the group in turn; within `lead`, for the leader's."""
+        own: Asked = ([part.tolist() for part in (tokens, positions, segments)], taps)
+        if self.is_led:
+            dist.broadcast_object_list([own], group=self.group, group_src=0)
+            return self._read(own)
+        if self.is_led is None:
+            raise ValueError(
+                "the features on disk are damaged, and a target that is split over processes can write them anew at the start of a "
+                "run only. Remove the file that was named and go on with --resume."
+            )
+        kept, done, everyones = None, list[Asked | None](), [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyones, own, group=self.group)
-        for batch in everyones:
-            if batch in done:  # rows that several processes read alike are read once
-                continue
-            done.append(batch)
-            found = super().read_packed(*(torch.tensor(part, device=self.device) for part in batch or ()), taps=taps)
-            kept = found if batch == own else kept
+        for asked in everyones:
+            if asked is not None and asked not in done:  # rows that several processes read alike are read once
+                done.append(asked)
+                found = self._read(asked)
+                kept = found if asked == own else kept
         assert kept is not None, "what was gathered lacks the own rows"
         return kept
+
+    def lead(self, work: Callable[[], object]) -> None:
+        """Let the first process of each group do `work`, in which it reads whatever it likes; the others read along.
+
+        Raises ValueError in all of them if that fails.
+        """
+        fault, asked = list[str | None]([None]), list[Asked | None]([None])
+        if dist.get_rank(self.group) == 0:
+            self.is_led = True
+            try:
+                work()
+            except ValueError as error:
+                fault = [str(error)]
+            finally:
+                dist.broadcast_object_list(asked, group=self.group, group_src=0)
+        else:
+            dist.broadcast_object_list(asked, group=self.group, group_src=0)
+            while asked[0] is not None:
+                self._read(asked[0])
+                dist.broadcast_object_list(asked, group=self.group, group_src=0)
+        self.is_led = None
+        dist.broadcast_object_list(fault, group=self.group, group_src=0)
+        if fault[0] is not None:
+            raise ValueError(fault[0])
 
     def fingerprint(self) -> dict[str, Any]:
         """That of the whole target; a collective call."""
@@ -86,6 +127,10 @@ class ShardedTarget(Target):
             return super().fingerprint()
         finally:
             module.register_parameter(name, part)
+
+    def _read(self, asked: Asked) -> Reading:
+        batch, taps = asked
+        return super().read_packed(*(torch.tensor(part, device=self.device) for part in batch), taps=taps)
 
 
 def whole_modules(model: PreTrainedModel) -> list[str]:

@@ -44,6 +44,10 @@ def test_a_plan_needs_neither_weights_nor_data(cli: Cli, recipe: Path, tiny_targ
     assert f"{found['measured']['trained']:,} trained weights" in ran.stdout
     assert "6,000,000 tokens in 1 hours: 1,667 tokens/s in all" in ran.stdout
     assert "ddp, 1/2" in ran.stdout
+    per_token = found["measured"]["features"]
+    assert per_token["exact"] == per_token["bf16"] == 2 * 48
+    assert f"exact 96, bf16 96, int8 {per_token['int8']}" in ran.stdout
+    assert f"{per_token['int8'] * 2_000_000 / 2**30:.1f} GiB as int8 for the data" in ran.stdout
     last = shlex.split(ran.stdout.strip().splitlines()[-1])
     assert last[:2] == ["accelerate", "launch"]
     assert last[-2:] == [str(recipe), "rows_per_step=16"]

@@ -54,6 +54,32 @@ def write_conversations(path: Path, count: int, *, seed: int) -> Path:
     return path
 
 
+TARGETS = Path(__file__).resolve().parents[2] / "configs" / "targets"
+"""Architectures of real targets."""
+
+
+def small_experts() -> Content:
+    """DeepSeek-V3's architecture, small: fields of its config."""
+    whole: Content = json.loads((TARGETS / "deepseek_v3.json").read_text())
+    return whole | {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 16,
+        "vocab_size": 300,
+        "eos_token_id": 1,
+        "max_position_embeddings": 512,
+    }
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

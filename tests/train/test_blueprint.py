@@ -15,26 +15,7 @@ from draftsmith.train.blueprint import measure, read_architecture
 from draftsmith.train.recipe import parse_recipe
 
 from ..heads.laws import SMALL, build
-from .conftest import Content
-
-TARGETS = Path(__file__).resolve().parents[2] / "configs" / "targets"
-
-SMALL_EXPERTS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 16,
-    "vocab_size": 300,
-    "eos_token_id": 1,
-}
+from .conftest import TARGETS, Content, small_experts
 
 
 def size_of(model: Any) -> int:
@@ -58,11 +39,12 @@ def test_the_drafter_has_the_weights_that_are_built(method: str, content: Conten
     assert (found.trained, found.frozen) == (sizes[True], sizes[False])
     assert (found.frozen > 0) == (method == "draft_model")
     assert found.taps == drafter.taps
-    assert found.features == tiny_target.hidden_size * (1 + len(drafter.taps)) * 4
+    assert found.features["exact"] == tiny_target.hidden_size * (1 + len(drafter.taps)) * 4
+    assert found.features["bf16"] == found.features["exact"] // 2
     assert found.weights == sum(p.numel() for p in tiny_target.model.parameters()) == found.active
     assert found.target == 4 * found.weights
     assert 0 < found.taught < found.reading
-    assert found.taught >= found.features * 2 * 128
+    assert found.taught >= found.features["exact"] * 2 * 128
 
 
 def test_a_reduced_draft_vocabulary_and_eos_ids_beyond_it_are_no_obstacle(content: Content) -> None:
@@ -81,7 +63,7 @@ def test_a_reduced_draft_vocabulary_and_eos_ids_beyond_it_are_no_obstacle(conten
 
 
 def test_a_mixture_counts_the_experts_that_a_token_uses(content: Content) -> None:
-    architecture = DeepseekV3Config(**json.loads((TARGETS / "deepseek_v3.json").read_text()) | SMALL_EXPERTS)
+    architecture = DeepseekV3Config(**small_experts())
     recipe = parse_recipe(content | {"target_dtype": "bfloat16"}, source="test")
     found = measure(recipe, architecture)
     assert found.weights == size_of(on_meta(architecture))

@@ -88,11 +88,6 @@ def test_where_features_lie_is_free_on_resume_and_how_they_are_stored_is_not(con
     assert differences(saved, unread) == [], "without features on disk it decides nothing"
 
 
-def test_a_sharded_target_is_not_read_for_a_cache(content: Content, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"read by all together; set data\.features to memory or online"):
-        parse_recipe(on_disk(content, tmp_path) | {"target_sharding": "tensor"}, source="test")
-
-
 def test_built_beforehand_checked_and_then_only_read(
     content: Content, write_recipe: Callable[[Content], Path], tmp_path: Path
 ) -> None:

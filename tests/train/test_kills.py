@@ -1,6 +1,7 @@
 """Nothing is lost: every stage is killed at random instants and goes on to the very end it would have reached.
 
-KILLS=20 kills each stage as often (six stages of a kill are enough for every day). The instants are drawn from a seed.
+The stages are answering, building the feature cache, and training. KILLS=20 kills each of them twenty times instead of
+twice. The instants are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,22 +27,22 @@ from .conftest import WORDS, Content
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 """Of each stage."""
 
 
 class Stage:
     """A command that is killed now and then, and what it has done so far."""
 
-    def __init__(self, start: Callable[[int], BaseProcess], done: Callable[[], int], *, whole: int) -> None:
-        """start: the process of the n-th attempt; done: units of work on disk; whole: units of an uninterrupted run."""
+    def __init__(self, start: Callable[[], BaseProcess], done: Callable[[], int], *, whole: int) -> None:
+        """start: the process, begun anew or continued; done: units of work on disk; whole: those of an uninterrupted run."""
         self.start, self.done, self.whole = start, done, whole
 
-    def survive(self, draw: random.Random) -> list[int]:
-        """Kill it KILLS times, spread over its work, then let it end. Returns how far it was at each kill."""
+    def kill(self, draw: random.Random) -> list[int]:
+        """Kill it KILLS times, spread over its work. Returns how far it was each time."""
         at = []
         for kill in range(KILLS):
-            process = self.start(kill)
+            process = self.start()
             goal = max(self.done(), kill * self.whole // (KILLS + 1)) + draw.randint(
                 0, max(1, self.whole // (KILLS + 1))
             )
@@ -54,14 +56,16 @@ class Stage:
             process.join()
             assert process.exitcode == -signal.SIGKILL, f"kill {kill} came too late"
             at.append(self.done())
-        process = self.start(KILLS)
+        return at
+
+    def finish(self) -> None:
+        process = self.start()
         process.join()
         assert process.exitcode == 0
-        return at
 
 
 @pytest.fixture(scope="module")
-def spawn() -> Iterator[Callable[..., BaseProcess]]:
+def spawn() -> Callable[..., BaseProcess]:
     """`spawn(function, *arguments)`: a process forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["draftsmith.train.loop", "draftsmith.distill.respond", "draftsmith.cli.main"])
@@ -80,6 +84,32 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+@dataclass(frozen=True)
+class Commands:
+    """What is killed: answering prompts, and training on the answers with features on disk."""
+
+    spawn: Callable[..., BaseProcess]
+    folder: Path
+    target: Path
+    recipe: Path
+
+    def respond(self, name: str) -> BaseProcess:
+        words = ["respond", "--target", self.target, "--prompts", self.folder / "prompts.jsonl"]
+        words += ["--out", self.folder / name / "r.jsonl", "--rows", 4, "--max-new-tokens", 24, "--dtype", "float32"]
+        return self.spawn(verb, [str(word) for word in words], str(self.folder / "log"))
+
+    def train(self, name: str) -> BaseProcess:
+        place = self.folder / name
+        overrides = [f"data.responses={place / 'r.jsonl'}", f"out={place / 'run'}"]
+        return self.spawn(work, str(self.recipe), overrides, True, str(self.folder / "log"), None)
+
+
+def write_prompts(path: Path, count: int, draw: random.Random) -> None:
+    asked = [" ".join(draw.sample(WORDS, 3)) for _ in range(count)]
+    lines = [{"id": f"p{n}", "messages": [{"role": "user", "content": text}]} for n, text in enumerate(asked)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def test_killed_in_every_stage_the_end_is_bit_identical(
     spawn: Callable[..., BaseProcess],
     tiny_target_dir: Path,
@@ -87,41 +117,38 @@ def test_killed_in_every_stage_the_end_is_bit_identical(
     write_recipe: Callable[[Content], Path],
     tmp_path: Path,
 ) -> None:
-    draw, log = random.Random(11), str(tmp_path / "log")
-    prompts, count = tmp_path / "prompts.jsonl", 80
-    asked = [
-        {"id": f"p{n}", "messages": [{"role": "user", "content": " ".join(draw.sample(WORDS, 3))}]}
-        for n in range(count)
-    ]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    draw, count = random.Random(11), 80
+    write_prompts(tmp_path / "prompts.jsonl", count, draw)
+    data = {"responses": "", "held_out": content["data"]["held_out"], "row_length": 128}
+    data |= {"features": "disk", "cache": {"shard_mib": 0.006}}
+    recipe = write_recipe(content | {"data": data, "steps": 60, "eval_every": 30, "save_every": 5, "decode_prompts": 2})
+    commands = Commands(spawn, tmp_path, tiny_target_dir, recipe)
+    commands.respond("whole").join()
+    commands.train("whole").join()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
 
-    def respond(name: str) -> BaseProcess:
-        words = ["respond", "--target", tiny_target_dir, "--prompts", prompts, "--out", tmp_path / name / "r.jsonl"]
-        words += ["--rows", 4, "--max-new-tokens", 24, "--dtype", "float32"]
-        return spawn(verb, [str(word) for word in words], log)
-
-    def train(name: str, attempt: int) -> BaseProcess:
-        overrides = [f"data.responses={tmp_path / name / 'r.jsonl'}", f"out={tmp_path / name / 'run'}"]
-        return spawn(work, str(recipe), overrides, attempt > 0, log, None)
-
-    held = {"responses": "", "row_length": 128, "held_out": content["data"]["held_out"]}
-    recipe = write_recipe(content | {"data": held, "steps": 60, "eval_every": 30, "save_every": 5, "decode_prompts": 2})
-    respond("whole").join()
-    train("whole", 0).join()
-
-    answers, metrics = tmp_path / "killed" / "r.jsonl", tmp_path / "killed" / "run" / "metrics.jsonl"
-    at = Stage(lambda _: respond("killed"), lambda: len(whole_lines(answers)), whole=count).survive(draw)
+    responding = Stage(lambda: commands.respond("killed"), lambda: len(whole_lines(killed / "r.jsonl")), whole=count)
+    at = responding.kill(draw)
     assert at == sorted(at), f"answers were lost: {at}"
-    by_id = {line["id"]: line for line in whole_lines(answers)}
-    assert len(whole_lines(answers)) == len(by_id) == count, "an answer is there twice"
-    assert by_id == {line["id"]: line for line in whole_lines(tmp_path / "whole" / "r.jsonl")}
+    responding.finish()
+    by_id = {line["id"]: line for line in whole_lines(killed / "r.jsonl")}
+    assert len(whole_lines(killed / "r.jsonl")) == len(by_id) == count, "an answer is there twice"
+    assert by_id == {line["id"]: line for line in whole_lines(whole / "r.jsonl")}
+
+    def features(run: Path = killed / "run") -> int:
+        return len(list((run / "features").rglob("shard-*.safetensors")))
+
+    assert features(whole / "run") > 20
+    Stage(lambda: commands.train("killed"), features, whole=features(whole / "run")).kill(draw)
 
     def steps() -> int:
-        lines = whole_lines(metrics)
+        lines = whole_lines(killed / "run" / "metrics.jsonl")
         return int(lines[-1]["step"]) if lines else 0
 
-    Stage(lambda attempt: train("killed", attempt), steps, whole=60).survive(draw)
+    training = Stage(lambda: commands.train("killed"), steps, whole=60)
+    training.kill(draw)
+    training.finish()
     for name in ("drafter/model.safetensors", "metrics.jsonl"):
-        assert (metrics.parent / name).read_bytes() == (tmp_path / "whole" / "run" / name).read_bytes(), name
-    newest = checkpoints(metrics.parent / "checkpoints")[-1].name
-    assert newest == checkpoints(tmp_path / "whole" / "run" / "checkpoints")[-1].name == "step-000060"
+        assert (killed / "run" / name).read_bytes() == (whole / "run" / name).read_bytes(), name
+    newest = [checkpoints(place / "run" / "checkpoints")[-1].name for place in (killed, whole)]
+    assert newest == ["step-000060", "step-000060"]
