@@ -85,7 +85,13 @@ def evaluate(
 
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
-        how = {"max_new_tokens": max_new_tokens, "rows": rows, "tree": tree, "verifier": verifier, "schedule": schedule}
+        how: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "rows": rows,
+            "tree": tree,
+            "verifier": verifier,
+            "schedule": schedule,
+        }
         run = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, **how)
         run = partial(run, quantize_drafter=quantize_drafter)
         document = run(quantize)

@@ -114,10 +114,11 @@ def measure(recipe: Recipe, *, steps: int, threads: int | None) -> Cost:
         once()
     once()
     found = [once() for _ in trange(steps, desc="steps", disable=not sys.stderr.isatty())]
-    parts = [statistics.median(part) for part in zip(*found)]
+    forward, backward, update = (statistics.median(part) for part in zip(*found))
     rate = _product_rate(target, torch.bfloat16 if is_low else torch.float32)
     best = min(sum(times) for times in found)
-    return Cost(teacher.tokens.numel(), *parts, best, counter.get_total_flops(), rate, _peak(target))
+    work = counter.get_total_flops()
+    return Cost(teacher.tokens.numel(), forward, backward, update, best, work, rate, _peak(target))
 
 
 def _random_work(recipe: Recipe, target: Target) -> tuple[TrainedDrafter, TeacherBatch]:
@@ -161,7 +162,7 @@ def _product_rate(target: Target, dtype: torch.dtype) -> float:
     taken = []
     for _ in range(10):
         began = _now(target)
-        left @ right
+        torch.mm(left, right)
         taken.append(_now(target) - began)
     return 2 * 1024 * 2048 * 4096 / min(taken)
 

@@ -52,7 +52,8 @@ class FeatureCache:
     ) -> None:
         """shard_bytes: about as large as a shard becomes, at least one row. Nothing is read or written yet."""
         assert rows, "a cache of no rows"
-        self.folder, self.target, self.rows, self.compression = folder, target, rows, compression
+        self.folder, self.target, self.rows = folder, target, rows
+        self.compression: Compression = compression
         self.lengths = [int((row.segments > 0).sum()) for row in rows]
         self.vectors = {"hidden": 1} | ({"features": len(taps)} if taps else {})
         self.bytes_per_token = bytes_per_token(target.hidden_size, 1 + len(taps), compression, target.dtype)

@@ -34,7 +34,7 @@ does not say; differs: it says another number."""
 def worse(one: Spelling, other: Spelling) -> Spelling:
     """The less certain of two."""
     order: tuple[Spelling, ...] = get_args(Spelling)
-    return max(one, other, key=order.index)
+    return one if order.index(one) >= order.index(other) else other
 
 
 class TokenSequence(BaseModel):

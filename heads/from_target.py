@@ -92,7 +92,8 @@ class LayeredConfig(HeadConfig):
 def own_shape(target: Target, *, eps: float, heads: int | None = None) -> LayerShape:
     """Sizes of a decoder layer like the target's own; `eps` where its config names none. heads: query heads, the target's
     if None."""
-    settings, own_heads = target.text_config.to_dict(), target.text_config.num_attention_heads
+    settings = target.text_config.to_dict()
+    own_heads: int = target.text_config.num_attention_heads
     heads = heads or own_heads
     return LayerShape(
         width=target.hidden_size,

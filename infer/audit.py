@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -88,7 +88,7 @@ def audit(
     if limit < len(answer) and finding.verdict != "wrong":
         return Audit("wrong", limit, emitted=answer[limit])
     if ends is None:
-        return Audit(**vars(finding) | {"end_checked": False})
+        return replace(finding, end_checked=False)
     return finding
 
 

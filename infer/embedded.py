@@ -93,7 +93,7 @@ def _convert(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.__dict__.pop("hf_quantizer", None)  # the weights are plain now, and are to be saved as such
-    del model.config.quantization_config
+    model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     probe = torch.tensor([tokenizer.encode("The quick brown fox jumps over the lazy dog.")])

@@ -1,16 +1,17 @@
 """Weights laid out once for the CPU's matrix units, instead of at every product.
 
 In bfloat16 on CPU, oneDNN rearranges a weight matrix each time it is used, which for the few rows of a decoding round
-costs more than the product. `pack` lets it rearrange every linear layer of a frozen model once. The numbers are the
-same up to rounding; the rearranged matrix replaces the plain one, so memory stays what it was (except for matrices that
-are also embeddings, which keep both forms).
+costs more than the product. `pack` lets it rearrange every linear layer of a frozen model once, and those that read the
+same tensor (queries, keys and values; gate and up) as one matrix: small products cost mostly their call. The numbers are
+the same up to rounding; the rearranged matrix replaces the plain one, so memory stays what it was (except for matrices
+that are also embeddings, which keep both forms).
 
 Letters: I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,43 +20,71 @@ from torch.nn import functional as F
 
 ROWS = 64
 """Rows that the layout is chosen for: at 1 to 128 rows none was faster on the machines tried."""
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers side by side which, in models of transformers, read the same tensor. Where they do not, as in attention
+to another text, they are multiplied each time they are asked, which is slower and no less right."""
+
+
+class _Matrix:
+    """The packed weights of one or more layers, below one another: (sum of O, I)."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.packed: Tensor = _reorder(torch.cat([layer.weight.detach() for layer in layers]))
+        self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        self.num_layers, self._waiting = len(layers), 0
+        self._inputs: Tensor | None = None
+        self._outputs: Tensor | None = None
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """(..., I) -> (..., sum of O): once for all layers that ask for the same tensor one after the other."""
+        if self._outputs is not None and inputs is self._inputs:
+            outputs = self._outputs
+        else:
+            outputs = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+            self._inputs, self._outputs, self._waiting = inputs, outputs, self.num_layers
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._inputs = self._outputs = None
+        return outputs
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A packed tensor has no storage to copy or pickle, so copies travel plain."""
+        return {**self.__dict__, "packed": self.packed.to_dense(), "_inputs": None, "_outputs": None, "_waiting": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.packed = _reorder(self.packed)
 
 
 class PackedLinear(nn.Module):
     """A frozen linear layer, (..., I) -> (..., O) bfloat16, with its weight in the layout oneDNN multiplies by."""
 
-    def __init__(self, linear: nn.Linear, *, keep_plain: bool) -> None:
+    def __init__(self, linear: nn.Linear, *, keep_plain: bool = False, matrix: _Matrix | None = None, start: int = 0):
+        """matrix: what the layer's weight is a part of, from row `start`; by itself if None."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self._plain = linear.weight if keep_plain else None
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self._matrix = matrix or _Matrix([linear])
+        self._rows = slice(start, start + self.out_features)
 
     @property
     def weight(self) -> Tensor:
         """(O, I): the plain matrix, restored bit by bit where only the packed one is held."""
-        return self._packed.to_dense() if self._plain is None else self._plain
+        return self._matrix.packed.to_dense()[self._rows] if self._plain is None else self._plain
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Gradients towards the inputs and other dtypes (autocast) go through the plain matrix."""
         if inputs.dtype != torch.bfloat16 or (torch.is_grad_enabled() and inputs.requires_grad):
             return F.linear(inputs, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
-        return out
+        outputs = self._matrix.product(inputs)
+        return outputs if self._matrix.num_layers == 1 else outputs[..., self._rows]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As a linear layer has it: `weight`, then `bias` if there is one."""
         destination[f"{prefix}weight"] = self.weight.detach()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias.detach()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A packed tensor has no storage to copy or pickle, so copies travel plain."""
-        return {**self.__dict__, "_packed": self._packed.to_dense()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._packed, ROWS)
 
 
 def is_packable(weight: Tensor) -> bool:
@@ -68,16 +97,39 @@ def is_packable(weight: Tensor) -> bool:
 def pack(model: nn.Module, *, skip: Collection[str] = ()) -> int:
     """Replace every plain `nn.Linear` of a frozen model in place, but for children of these names; returns how many were
     replaced."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and name not in skip and is_packable(child.weight)
-    ]
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child, keep_plain=owners[id(child.weight)] > 1))
-    return len(found)
+    count = 0
+    for parent in list(model.modules()):
+        found = {
+            name: child
+            for name, child in parent.named_children()
+            if type(child) is nn.Linear and name not in skip and is_packable(child.weight)
+        }
+        count += len(found)
+        for names in TOGETHER:
+            if _fit(found, names) and all(owners[id(found[name].weight)] == 1 for name in names):
+                _pack_together(parent, {name: found.pop(name) for name in names})
+        for name, child in found.items():
+            setattr(parent, name, PackedLinear(child, keep_plain=owners[id(child.weight)] > 1))
+    return count
+
+
+def _fit(found: dict[str, nn.Linear], names: tuple[str, ...]) -> bool:
+    """Whether layers of all these names are there and can stand below one another."""
+    layers = [found[name] for name in names if name in found]
+    alike = {(layer.in_features, layer.bias is None) for layer in layers}
+    return len(layers) == len(names) and len(alike) == 1
+
+
+def _pack_together(parent: nn.Module, layers: dict[str, nn.Linear]) -> None:
+    matrix, start = _Matrix(list(layers.values())), 0
+    for name, layer in layers.items():
+        setattr(parent, name, PackedLinear(layer, matrix=matrix, start=start))
+        start += layer.out_features
+
+
+def _reorder(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)

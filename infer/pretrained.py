@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import embedded, packed, quantized
 from .adapter import changed_target, merge_adapter
@@ -59,16 +59,15 @@ def load_pretrained(name: str, *, dtype: str, device: str | None, quantize: str 
             "weights, or a Hugging Face id that this machine can reach."
         ) from error
     quantization = None if quantize is None else _quantize(model, quantize, device=device)
-    module: nn.Module = model  # its `to` is wrapped in a way that type checkers misread
-    module.to(device)
-    packed.pack(module, skip=_ASKED_FOR_WEIGHT)
+    nn.Module.to(model, device)  # its own `to` is wrapped in a way that type checkers misread
+    packed.pack(model, skip=_ASKED_FOR_WEIGHT)
     return Pretrained(model, tokenizer, quantization)
 
 
 def _quantize(model: PreTrainedModel, kind: str, *, device: str) -> Quantization:
-    head: Tensor = model.get_output_embeddings().weight
-    before = weights_hash(head, decoder_layers(model)[-1])
-    quantized.quantize(model.eval().requires_grad_(False), kind, keep=[head], device=device)
+    head: Any = model.get_output_embeddings()
+    before = weights_hash(head.weight, decoder_layers(model)[-1])
+    quantized.quantize(model.eval().requires_grad_(False), kind, keep=[head.weight], device=device)
     return Quantization(kind, before)
 
 

@@ -54,12 +54,12 @@ class Target:
         name: str = "in-memory",
         quantization: Quantization | None = None,
     ) -> None:
-        self.name, self.quantization = name, quantization
+        self.name, self.quantization, self._tokenizer = name, quantization, tokenizer
         self.model = model.eval().requires_grad_(False)
-        self._tokenizer = tokenizer
         self.text_config = model.config.get_text_config(decoder=True)
         self.hidden_size: int = self.text_config.hidden_size
-        self.head: nn.Linear = model.get_output_embeddings()
+        head: Any = model.get_output_embeddings()
+        self.head: nn.Linear = head
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.head.weight.shape[0]
         self._attach()

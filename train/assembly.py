@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,8 +203,9 @@ def build_drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> Trai
     if samples:
         covered = f"{coverage(samples, token_map):.2%} of the supervised ones"
         print(f"draft vocabulary: {size} tokens cover {covered}", file=sys.stderr)
-    build: Callable[..., TrainedDrafter] = method  # those with a draft vocabulary take its token map
-    return build(recipe.head, target, token_map=token_map)
+    build: Any = method  # those with a draft vocabulary take its token map
+    made: TrainedDrafter = build(recipe.head, target, token_map=token_map)
+    return made
 
 
 def _warm_start(drafter: TrainedDrafter, folder: Path, target: Target) -> None:

@@ -69,7 +69,8 @@ class Engine:
         if self.world == 1:
             return seconds, is_asked
         mine = torch.tensor([[seconds, float(is_asked)]], dtype=torch.float64, device=self.accelerator.device)
-        latest = self.accelerator.gather(mine).amax(dim=0).tolist()
+        clocks: Any = self.accelerator.gather(mine)
+        latest = clocks.amax(dim=0).tolist()
         return latest[0], latest[1] > 0
 
     @contextmanager
@@ -90,12 +91,12 @@ class Engine:
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """All tensors of the model whole, on process 0 (elsewhere empty or parts); a collective call."""
-        whole: dict[str, Tensor] = self.accelerator.get_state_dict(model)
-        return whole
+        whole: Any = self.accelerator.get_state_dict(model)
+        return dict(whole)
 
     def weights(self, state: dict[str, Tensor], drafter: TrainedDrafter) -> dict[str, Tensor]:
         """The drafter's tensors in a `state`, under the names of its own `state_dict`."""
-        own = drafter.state_dict()
+        own: dict[str, Tensor] = drafter.state_dict()
         if self.name.startswith("zero-3"):
             return {name: state.get(_Unit.name_of(name), tensor) for name, tensor in own.items()}  # it has no buffers
         prefix = "" if all(name in state for name in own) else "drafter."  # within train.joint.Joint
@@ -116,11 +117,12 @@ def join(recipe: Recipe) -> Engine:
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # or DDP holds gradients twice
     if on_cpu and "LOCAL_RANK" in os.environ:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    trackers: list[Any] = list(find_trackers(recipe.trackers))
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="no",
         kwargs_handlers=handlers,
-        log_with=find_trackers(recipe.trackers) or None,
+        log_with=trackers or None,
         project_dir=recipe.out,
     )
     world = accelerator.num_processes
@@ -133,7 +135,8 @@ def join(recipe: Recipe) -> Engine:
         warnings.filterwarnings(
             "ignore", message="`torch.distributed", category=FutureWarning
         )  # names DeepSpeed still calls
-        _configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, recipe, micro_steps)
+        plugin: Any = accelerator.state.deepspeed_plugin
+        _configure_deepspeed(plugin.deepspeed_config, recipe, micro_steps)
     return Engine(accelerator, _name(accelerator), micro_steps)
 
 
@@ -202,7 +205,7 @@ def unpack(out: LossSums | dict[str, Any]) -> LossSums:
 
 def _name(accelerator: Accelerator) -> str:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plugin = accelerator.state.deepspeed_plugin
+        plugin: Any = accelerator.state.deepspeed_plugin
         offload = plugin.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
         return f"zero-{plugin.zero_stage}" + ("-offload" if offload != "none" else "")
     return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else REPLICATED

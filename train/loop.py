@@ -113,7 +113,8 @@ def take_step(run: Run, batch: Sequence[int], counts: Tensor, *, step: int, lr: 
                 raise ValueError(_not_finite("loss", loss.item(), step, run.rows.name(micro)))
             accelerator.backward(loss * run.engine.loss_scale)
         tally.add(out)
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), run.recipe.optimiser.clip))
+    clipped: Any = accelerator.clip_grad_norm_(model.parameters(), run.recipe.optimiser.clip)
+    norm = float(clipped)
     if not math.isfinite(norm):  # DeepSpeed has stepped by now, but nothing of it is saved
         raise ValueError(_not_finite("gradient norm", norm, step, run.rows.name(batch)))
     run.optimiser.step()

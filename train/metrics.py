@@ -95,7 +95,8 @@ class Tally:
         """The totals over all processes; a collective call."""
         assert self._last is not None, "nothing was added to the tally"
         assert isinstance(self._total, Tensor), "nothing was added to the tally"
-        numbers: list[float] = accelerator.reduce(self._total, reduction="sum").tolist()
+        total: Any = accelerator.reduce(self._total, reduction="sum")
+        numbers: list[float] = total.tolist()
         size, names = len(self._last.weights), sorted(self._last.extra)
         sums, counts, survived, reached = (numbers[i * size : (i + 1) * size] for i in range(4))
         pairs = numbers[4 * size :]

@@ -62,7 +62,7 @@ class Phantom(Tensor):
     def __init__(self, shape_only: Tensor) -> None:
         self.shape_only = shape_only
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
 
     @classmethod

@@ -65,7 +65,8 @@ class ShardedTarget(Target):
                 "processes, or target_sharding to none."
             ) from error
         target = cls(model, tokenizer, name=name)
-        target.group, _ = dist.new_subgroups(group_size=shards)
+        group: Any = dist.new_subgroups(group_size=shards)[0]
+        target.group = group
         target.is_led = False
         return target
 

@@ -59,4 +59,5 @@ def _own(name: str) -> str:
         raise ValueError(f"trackers: {name!r} is no accelerate.tracking.GeneralTracker; derive it from that.")
     if found not in LOGGER_TYPE_TO_CLASS.values():
         register_tracker_class(found)
-    return str(found.name)
+    own: Any = found
+    return str(own.name)

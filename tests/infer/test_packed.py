@@ -56,6 +56,50 @@ def test_gradients_reach_the_inputs_and_autocast_works() -> None:
         assert torch.equal(layer(inputs(5).float()), plain(inputs(5)))
 
 
+class Sides(nn.Module):
+    """Three layers side by side, as in attention."""
+
+    def __init__(self, *, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (linear(outputs=width, bias=bias) for width in (160, 64, 32))
+
+    def all(self, *read: Tensor) -> list[Tensor]:
+        """What the three make of these tensors, or of one tensor all three."""
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        return [layer(tensor) for layer, tensor in zip(layers, read * 3 if len(read) == 1 else read)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_that_read_the_same_tensor_are_multiplied_as_one(bias: bool) -> None:
+    plain, sides = Sides(bias=bias), Sides(bias=bias)
+    assert packed.pack(sides) == 3
+    other = inputs(5) * 2
+    for read in ([inputs(5)], [inputs(5), other, other], [other, inputs(5), other], [inputs(5), inputs(5), inputs(5)]):
+        for found, expected in zip(sides.all(*read), plain.all(*read)):
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+    sides.q_proj(other)  # asked alone, its neighbours' shares are dropped with the next tensor
+    for found, expected in zip(sides.all(inputs(5)), plain.all(inputs(5))):
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(sides.state_dict()[name], tensor)
+    again = copy.deepcopy(sides)
+    assert all(torch.equal(one, two) for one, two in zip(again.all(inputs(5)), sides.all(inputs(5))))
+
+
+def test_one_product_serves_neighbours_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides, calls = Sides(), []
+    packed.pack(sides)
+    matrix = sides.get_submodule("q_proj")._matrix
+    product = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *given: calls.append(1) or product(*given))
+    read = inputs(5)
+    sides.all(read)
+    assert len(calls) == 1
+    assert matrix._inputs is None, "held on to what it read"
+    sides.all(read)
+    assert len(calls) == 2, "a tensor read again may have other numbers in it"
+
+
 def test_copies_work_alone() -> None:
     layer = PackedLinear(linear(bias=True), keep_plain=False)
     expected = layer(inputs(3))

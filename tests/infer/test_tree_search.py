@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from draftsmith.infer.cost import SIZES
 from draftsmith.infer.tree import Topology
 from draftsmith.infer.tree_search import choose_tree, expected_tau, grow, interpolate, rank_accuracy
 
@@ -58,6 +59,13 @@ def test_of_trees_that_timing_cannot_tell_apart_the_largest_is_taken() -> None:
     close, _ = choose_tree([[0.4, 0.2]], seconds={1: 1.0, 2: 1.0, 3: 1.16})
     apart, _ = choose_tree([[0.4, 0.2]], seconds={1: 1.0, 2: 1.0, 3: 1.2})
     assert (close.paths, apart.paths) == (((0,), (1,)), ((0,),))
+
+
+def test_a_tree_stops_before_the_node_that_opens_another_tile() -> None:
+    table = [[0.5, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01]] * 3
+    topology, _ = choose_tree(table, seconds={1: 1.0, 16: 1.05, 17: 1.35, 24: 1.4})
+    assert len(topology.paths) == 15, "the root is the sixteenth"
+    assert all(size in SIZES and size + 1 in SIZES for size in range(16, 64, 16)), "steps are measured on both sides"
 
 
 def test_overhead_can_make_plain_decoding_win() -> None:
