@@ -92,8 +92,8 @@ def evaluate(
             "verifier": verifier,
             "schedule": schedule,
         }
-        run = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, **how)
-        run = partial(run, quantize_drafter=quantize_drafter)
+        how |= {"dtype": dtype, "sampling": sampling, "quantize_drafter": quantize_drafter}
+        run = partial(_run, target, drafter, (prompts, limit), **how)
         document = run(quantize)
         Console().print(table(document))
         if quantize:  # the target as it was, on the same prompts, once the quantised one has left the memory
