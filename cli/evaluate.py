@@ -85,15 +85,15 @@ def evaluate(
 
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
-        how: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "rows": rows,
-            "tree": tree,
-            "verifier": verifier,
-            "schedule": schedule,
-        }
-        how |= {"dtype": dtype, "sampling": sampling, "quantize_drafter": quantize_drafter}
-        run = partial(_run, target, drafter, (prompts, limit), **how)
+        run: Any = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, rows=rows)
+        run = partial(
+            run,
+            max_new_tokens=max_new_tokens,
+            tree=tree,
+            verifier=verifier,
+            schedule=schedule,
+            quantize_drafter=quantize_drafter,
+        )
         document = run(quantize)
         Console().print(table(document))
         if quantize:  # the target as it was, on the same prompts, once the quantised one has left the memory
