@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,30 +79,28 @@ def evaluate(
     Example: draftsmith evaluate --drafter runs/demo/drafter --limit 20 --json runs/evaluation.json
     """
     with reported("nothing was written."):
-        from rich.console import Console
-
         from ..infer.sampling import SamplingParams
-        from .memory import beside, memory_table
 
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
         run: Any = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, rows=rows)
-        run = partial(
-            run,
-            max_new_tokens=max_new_tokens,
-            tree=tree,
-            verifier=verifier,
-            schedule=schedule,
-            quantize_drafter=quantize_drafter,
-        )
-        document = run(quantize)
-        Console().print(table(document))
-        if quantize:  # the target as it was, on the same prompts, once the quantised one has left the memory
-            document["unquantized"] = beside(document, run(None))
-            Console().print("", memory_table(document))
-        if json_out:
-            write_json(document, json_out)
-            print(f"written to {json_out}")
+        run = partial(run, tree=tree, verifier=verifier, schedule=schedule, quantize_drafter=quantize_drafter)
+        _show(partial(run, max_new_tokens=max_new_tokens), quantize, json_out)
+
+
+def _show(run: Callable[[str | None], dict[str, Any]], quantize: str | None, json_out: Path | None) -> None:
+    from rich.console import Console
+
+    from .memory import beside, memory_table
+
+    document = run(quantize)
+    Console().print(table(document))
+    if quantize:  # the target as it was, on the same prompts, once the quantised one has left the memory
+        document["unquantized"] = beside(document, run(None))
+        Console().print("", memory_table(document))
+    if json_out:
+        write_json(document, json_out)
+        print(f"written to {json_out}")
 
 
 def _run(

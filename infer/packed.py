@@ -132,4 +132,5 @@ def _pack_together(parent: nn.Module, layers: dict[str, nn.Linear]) -> None:
 
 
 def _reorder(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    return packed
