@@ -92,7 +92,7 @@ class Engine:
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """All tensors of the model whole, on process 0 (elsewhere empty or parts); a collective call."""
         whole: Any = self.accelerator.get_state_dict(model)
-        return dict(whole)
+        return dict(whole or {})  # None away from process 0
 
     def weights(self, state: dict[str, Tensor], drafter: TrainedDrafter) -> dict[str, Tensor]:
         """The drafter's tensors in a `state`, under the names of its own `state_dict`."""

@@ -178,8 +178,8 @@ def assert_all_follow(
     process = launch(engine, *recipes, *overrides, module="tests.train.many")
     assert process.wait(PATIENCE) == 0, (folder / "log").read_text()
     for name, (_, alone) in runs.items():
-        # Where the target rounds differently, a gradient of nearly 0 may turn: AdamW's first steps are of size lr, 1e-3.
-        assert_follows(folder / name, alone, rel=1e-4, weight=1e-4 if overrides or name == "joint" else 3e-6)
+        # Where the target rounds differently, a gradient of nearly 0 may turn: AdamW's steps are at most of size lr, 1e-3.
+        assert_follows(folder / name, alone, rel=1e-4, weight=1e-3 if overrides or name == "joint" else 3e-6)
         assert "held_out/real_tau" in read_lines(folder / name / "metrics.jsonl")[-1]
 
 
