@@ -143,11 +143,12 @@ def _write(cache: FeatureCache, missing: list[int], damaged: set[int], progress:
         while waiting or theirs:
             number = waiting.popleft() if waiting else theirs.popleft()
             with claim(cache.folder, number, wait=False) as is_mine:
-                if is_mine and not cache.is_whole(number, thoroughly=number in damaged):
-                    cache.write(number)
+                is_there = is_mine and cache.is_whole(number, thoroughly=number in damaged)
+                if is_mine and not is_there:
+                    cache.write(number, told=bar.update)
                     written += 1
             if is_mine:
-                bar.update(len(cache.indices(number)))
+                bar.update(len(cache.indices(number)) if is_there else 0)
                 continue
             theirs.append(number)
             if not waiting:

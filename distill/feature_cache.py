@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -95,9 +95,9 @@ class FeatureCache:
         lengths = [self.lengths[index] for index in self.indices(number)]
         return Shard(self.path(number), lengths, identity=self.manifest.identity)
 
-    def write(self, number: int) -> None:
-        """Let the target read a shard's rows and write the shard; the caller holds its claim. Raises ValueError if the
-        target computed something that is not finite, or if the disk refuses."""
+    def write(self, number: int, *, told: Callable[[], object] = lambda: None) -> None:
+        """Let the target read a shard's rows, calling `told` after each, and write the shard; the caller holds its claim.
+        Raises ValueError if the target computed something that is not finite, or if the disk refuses."""
         indices, parts = self.indices(number), dict[str, list[Tensor]]()
         for index in indices:
             read = teacher_batch(self.target, [self.rows[index]], taps=self.manifest.taps)
@@ -105,6 +105,7 @@ class FeatureCache:
                 if values is not None:  # (1, T, M*D) -> (P, M, D)
                     vectors = values[0, : self.lengths[index]].unflatten(-1, (-1, self.target.hidden_size))
                     parts.setdefault(name, []).append(vectors.cpu())
+            told()
         try:
             write_shard(
                 self.path(number),

@@ -59,6 +59,13 @@ def test_size_bytes_per_token_and_free_disk_are_printed_first(
     assert re.search(r"to write, [\d,.]+ GiB free", said)
 
 
+def test_progress_goes_row_by_row(tmp_path: Path, tiny_target: Target, rows: list[Row]) -> None:
+    stored, told = cache(tmp_path, tiny_target, rows), []
+    stored.write(0, told=lambda: told.append(stored.path(0).exists()))
+    assert told == [False] * len(stored.indices(0)), "a bar that moves shard by shard stands still for minutes"
+    assert stored.is_whole(0)
+
+
 @pytest.mark.parametrize("lost", ["shards", "the index", "the index and shards", "the manifest"])
 def test_what_is_missing_is_written_and_nothing_else(
     tmp_path: Path, tiny_target: Target, rows: list[Row], lost: str
