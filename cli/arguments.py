@@ -30,8 +30,8 @@ Tree = Annotated[
     str,
     typer.Option(
         help="fit: the tree that is fastest on this machine, measured at start; chain: the drafter's first choices only; "
-        "saved: the tree in the drafter's config.json.",
-        metavar="fit|chain|saved",
+        "saved: the tree in the drafter's config.json; a number: the best tree of so many draft tokens.",
+        metavar="fit|chain|saved|N",
     ),
 ]
 ScheduleRule = Annotated[
@@ -116,8 +116,8 @@ def open_drafter(
     for. schedule: see `ScheduleRule`; other than none it has a trained drafter draft its chain. quantize: int8 or int4
     weights. Raises ValueError if there is no such drafter, or it fits neither the target nor the verifier.
     """
-    if tree not in ("fit", "chain", "saved"):
-        raise ValueError(f"--tree must be fit, chain or saved, got {tree!r}.")
+    if tree not in ("fit", "chain", "saved") and not (tree.isdecimal() and int(tree) > 0):
+        raise ValueError(f"--tree must be fit, chain, saved or a number of nodes, got {tree!r}.")
     if schedule not in ("none", "early-stop", "budget"):
         raise ValueError(f"--schedule must be none, early-stop or budget, got {schedule!r}.")
     from ..infer.drafters import make_drafter
@@ -143,6 +143,8 @@ def open_drafter(
         if tree == "chain" or schedule != "none":
             drafter.use_chain()
             return drafter
+        if tree.isdecimal():
+            return _sized(drafter, int(tree))
         return _fitted(drafter, target, rows=rows) if tree == "fit" else drafter
 
     shape: Literal["", "chain", "tree"] = "chain" if draws and tree == "chain" else draws
@@ -190,6 +192,15 @@ def _scheduled(drafter: Drafter, target: Target, *, rule: str, rows: int, measur
         source = f"confidences calibrated on {calibration.rounds} rounds at temperature {calibration.temperature:g}"
     print(f"schedule: {rule}, {source}; ms of a step by tokens verified: {times}", file=sys.stderr)
     return scheduled
+
+
+def _sized(drafter: TrainedDrafter, num_nodes: int) -> Drafter:
+    """The drafter with the tree of so many nodes that is expected to keep most; says what that is, on stderr."""
+    from ..heads.fit import size_tree
+
+    tau = size_tree(drafter, num_nodes)
+    print(f"tree: {num_nodes} nodes as asked, expected tau {tau:.2f} (from held-out accuracies)", file=sys.stderr)
+    return drafter
 
 
 def _fitted(drafter: TrainedDrafter, target: Target, *, rows: int) -> Drafter:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..infer.cost import draft_seconds, verify_seconds
 from ..infer.target import Target
 from ..infer.tree import Topology
-from ..infer.tree_search import choose_tree
+from ..infer.tree_search import choose_tree, grow
 from .base import TrainedDrafter
 
 
@@ -37,3 +37,20 @@ def fit_tree(drafter: TrainedDrafter, target: Target, *, rows: int = 1, host_sec
     topology, tau = choose_tree(accuracy, seconds=seconds, overhead=draft + host_seconds)
     drafter.use_tree(topology)
     return Fit(topology, tau, seconds, draft)
+
+
+def size_tree(drafter: TrainedDrafter, num_nodes: int) -> float:
+    """Make the drafter use the best tree of `num_nodes` draft tokens, whatever it costs; returns its expected tau.
+
+    Raises ValueError if the checkpoint carries no rank accuracies or they reach no so large tree.
+    """
+    accuracy = drafter.measured.get("rank_accuracy")
+    if not accuracy:
+        raise ValueError(
+            "the drafter carries no measured accuracies to choose a tree by; use its saved tree or a chain."
+        )
+    ranked = grow(accuracy, num_nodes=num_nodes)
+    if len(ranked) < num_nodes:
+        raise ValueError(f"no tree of {num_nodes} nodes: the measured accuracies reach {len(ranked)}. Ask for fewer.")
+    drafter.use_tree(Topology(tuple(path for path, _ in ranked)))
+    return 1.0 + sum(value for _, value in ranked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,20 @@ def test_saved_and_chain_measure_nothing(
     for tree in ("saved", "chain"):
         assert not isinstance(open_drafter(name, tiny_target, tree=tree, rows=1), NoDraft)
     assert capsys.readouterr().err == ""
+
+
+def test_a_number_is_the_best_tree_of_that_size(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths are worth .6, .36 (below it), .2, .12 (below .6, second), .12 (below .2, first), .04."""
+    name = saved(tiny_target, tmp_path, [[0.6, 0.2]] * 2)
+    drafter: Any = open_drafter(name, tiny_target, tree="3", rows=1)
+    assert set(drafter.topology.paths) == {(0,), (0, 0), (1,)}
+    assert "tree: 3 nodes as asked, expected tau 2.16" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no tree of 7 nodes: the measured accuracies reach 6"):
+        open_drafter(name, tiny_target, tree="7", rows=1)
+
+
+def test_a_number_needs_measured_accuracies(tiny_target: Target, drafter_dir: Path) -> None:
+    with pytest.raises(ValueError, match="carries no measured accuracies to choose a tree by"):
+        open_drafter(str(drafter_dir), tiny_target, tree="3", rows=1)

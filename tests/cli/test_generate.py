@@ -189,7 +189,7 @@ def test_an_unknown_method_is_named_with_the_known_ones(
     ("arguments", "named"),
     [
         (("hi", "--drafter", "nowhere"), "nowhere"),
-        (("hi", "--tree", "oak"), "--tree must be fit, chain or saved, got 'oak'"),
+        (("hi", "--tree", "oak"), "--tree must be fit, chain, saved or a number of nodes, got 'oak'"),
         (("hi", "--dtype", "int8"), "float32, bfloat16, float16"),
         (("hi", "--temperature", "-1"), "temperature must be 0"),
         (("hi", "--top-p", "0"), "top_p must lie in (0, 1]"),
