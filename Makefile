@@ -1,7 +1,7 @@
 # Everything a fresh machine with Python 3.11 or newer needs is set up by the target that needs it.
 #   make demo     train heads for the embedded target, then answer faster with them
 #   make test     the whole test suite, fast tests first     make check   format, lint, types, fast tests
-#   make bench    what one forward and one round cost here   make fix     format and repair what lint can repair
+#   make bench    decoding beside transformers (bench-gpu: with a card)   make fix     format and repair what lint can repair
 # Options: PYTHON=python3.12, TORCH="torch==2.13.0" (any pip arguments that give a torch for a machine without CUDA), OUT=runs/demo
 
 SHELL := bash
@@ -21,7 +21,7 @@ KEY := $(shell cksum < pyproject.toml | cut -d' ' -f1)
 READY := .venv/.ready-$(KEY)
 READY_DEV := .venv/.ready-dev-$(KEY)
 
-.PHONY: help setup demo test check fix types bench format-check lint test-fast
+.PHONY: help setup demo test check fix types bench bench-gpu format-check lint test-fast
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
@@ -33,6 +33,12 @@ demo: $(READY)
 
 bench: $(READY)
 	$(BIN)/draftsmith bench
+
+# The same table with the card's name, after the tests that need a card.
+bench-gpu: $(READY)
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu needs a CUDA device, and torch finds none; make bench measures what there is.")'
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/draftsmith bench --json bench-gpu.json
 
 # Fast tests run side by side on one thread each; slow ones (real model, statistics, processes, timing) one by one.
 test: $(READY) test-fast

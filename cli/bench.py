@@ -44,12 +44,17 @@ def bench(
         from rich.console import Console
 
         from ..infer.cost import verify_seconds
+        from ..infer.evaluate import machine
         from ..infer.target import Target
         from .evaluate import write_json
         from .side_by_side import Bench
 
         model = Target.load(target, dtype=dtype)
         console = Console(highlight=False)
+        told = machine(model)
+        console.print(
+            f"{target}, {dtype}, on {told['device']} ({told['threads']} threads, {told['processor']}, {told['system']})"
+        )
         if only is None:
             title = f"one target forward, {target}, {dtype}, 256 tokens read"
             console.print(cost_table(verify_seconds(model), title=title))

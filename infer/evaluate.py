@@ -178,7 +178,7 @@ def evaluate(
         | (settings or {}),
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")}
         | {"python": platform.python_version()},
-        "machine": _machine(target),
+        "machine": machine(target),
         "memory": _memory(target, drafter, drafted),
     }
 
@@ -247,7 +247,8 @@ def _memory(target: Target, drafter: Drafter, engine: Engine) -> dict[str, int |
     }
 
 
-def _machine(target: Target) -> dict[str, Any]:
+def machine(target: Target) -> dict[str, Any]:
+    """What figures depend on: the card's name or "cpu", threads, processor and system."""
     is_cuda = target.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(target.device) if is_cuda else "cpu",

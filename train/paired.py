@@ -7,8 +7,8 @@ mean. Positions of a document depend on each other, so whole documents are drawn
 ones for both drafters, and the interval is that of the difference. What drafters see are the target's own states,
 whatever they were trained on: this is how the price of a feature cache's compression is measured.
 
-    for kind in bf16 int8; do draftsmith train RECIPE data.features=disk data.cache.compression=$kind out=runs/$kind; done
-    python -m draftsmith.train.paired RECIPE runs/bf16/drafter runs/int8/drafter
+    for kind in exact int6; do draftsmith train RECIPE data.features=disk data.cache.compression=$kind out=runs/$kind; done
+    python -m draftsmith.train.paired RECIPE runs/exact/drafter runs/int6/drafter
 """
 
 from __future__ import annotations
