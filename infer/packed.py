@@ -94,9 +94,9 @@ def is_packable(weight: Tensor) -> bool:
     return on_cpu and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack(model: nn.Module, *, skip: Collection[str] = ()) -> int:
+def pack(model: nn.Module, *, skip: Collection[str] = (), together: bool = True) -> int:
     """Replace every plain `nn.Linear` of a frozen model in place, but for children of these names; returns how many were
-    replaced."""
+    replaced. together: layers named as in TOGETHER become one; not for models whose attention also reads another text."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -109,7 +109,7 @@ def pack(model: nn.Module, *, skip: Collection[str] = ()) -> int:
             if type(child) is nn.Linear and name not in skip and is_packable(child.weight)
         }
         count += len(found)
-        for names in TOGETHER:
+        for names in TOGETHER if together else ():
             if _fit(found, names) and all(owners[id(found[name].weight)] == 1 for name in names):
                 _pack_together(parent, {name: found.pop(name) for name in names})
         for name, child in found.items():

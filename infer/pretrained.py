@@ -60,7 +60,7 @@ def load_pretrained(name: str, *, dtype: str, device: str | None, quantize: str 
         ) from error
     quantization = None if quantize is None else _quantize(model, quantize, device=device)
     nn.Module.to(model, device)  # its own `to` is wrapped in a way that type checkers misread
-    packed.pack(model, skip=_ASKED_FOR_WEIGHT)
+    packed.pack(model, skip=_ASKED_FOR_WEIGHT, together=not config.is_encoder_decoder)
     return Pretrained(model, tokenizer, quantization)
 
 

@@ -100,6 +100,12 @@ def test_one_product_serves_neighbours_and_is_not_kept(monkeypatch: pytest.Monke
     assert len(calls) == 2, "a tensor read again may have other numbers in it"
 
 
+def test_layers_stay_apart_where_that_is_asked() -> None:
+    sides = Sides()
+    assert packed.pack(sides, together=False) == 3
+    assert {part._matrix.num_layers for part in sides.children() if isinstance(part, PackedLinear)} == {1}
+
+
 def test_copies_work_alone() -> None:
     layer = PackedLinear(linear(bias=True), keep_plain=False)
     expected = layer(inputs(3))
