@@ -31,25 +31,26 @@ class _Matrix:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.packed: Tensor = _reorder(torch.cat([layer.weight.detach() for layer in layers]))
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-        self.num_layers, self._waiting = len(layers), 0
-        self._inputs: Tensor | None = None
-        self._outputs: Tensor | None = None
+        self.num_layers = len(layers)
+        self._last: tuple[Tensor, Tensor, set[int]] | None = (
+            None  # what was read, its product, who has had a share of it
+        )
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """(..., I) -> (..., sum of O): once for all layers that ask for the same tensor one after the other."""
-        if self._outputs is not None and inputs is self._inputs:
-            outputs = self._outputs
-        else:
+    def product(self, inputs: Tensor, asker: int) -> Tensor:
+        """(..., I) -> (..., sum of O): once for all layers that ask for the same tensor one after the other. asker: which
+        layer does; one that asks again gets a new product, since the tensor may have other numbers in it by then."""
+        last = self._last  # read once, so that threads that share a model never get each other's product
+        if last is None or last[0] is not inputs or asker in last[2]:
             outputs = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
-            self._inputs, self._outputs, self._waiting = inputs, outputs, self.num_layers
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._inputs = self._outputs = None
-        return outputs
+            self._last = last = (inputs, outputs, set())
+        last[2].add(asker)
+        if len(last[2]) == self.num_layers:
+            self._last = None
+        return last[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """A packed tensor has no storage to copy or pickle, so copies travel plain."""
-        return {**self.__dict__, "packed": self.packed.to_dense(), "_inputs": None, "_outputs": None, "_waiting": 0}
+        return {**self.__dict__, "packed": self.packed.to_dense(), "_last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -77,7 +78,7 @@ class PackedLinear(nn.Module):
         """Gradients towards the inputs and other dtypes (autocast) go through the plain matrix."""
         if inputs.dtype != torch.bfloat16 or (torch.is_grad_enabled() and inputs.requires_grad):
             return F.linear(inputs, self.weight, self.bias)
-        outputs = self._matrix.product(inputs)
+        outputs = self._matrix.product(inputs, self._rows.start)
         return outputs if self._matrix.num_layers == 1 else outputs[..., self._rows]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -95,9 +95,20 @@ def test_one_product_serves_neighbours_and_is_not_kept(monkeypatch: pytest.Monke
     read = inputs(5)
     sides.all(read)
     assert len(calls) == 1
-    assert matrix._inputs is None, "held on to what it read"
+    assert matrix._last is None, "held on to what it read"
     sides.all(read)
     assert len(calls) == 2, "a tensor read again may have other numbers in it"
+
+
+def test_a_layer_that_asks_again_gets_what_the_tensor_holds_by_then() -> None:
+    """As after a forward that an error cut short, where inputs live in a buffer that is filled anew."""
+    plain, sides = Sides(), Sides()
+    packed.pack(sides)
+    buffer = inputs(5)
+    sides.q_proj(buffer)
+    buffer.copy_(inputs(5) * 3)
+    for found, expected in zip(sides.all(buffer), plain.all(buffer)):
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
 def test_layers_stay_apart_where_that_is_asked() -> None:
