@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,21 +27,6 @@ PENALISED = [
     SamplingParams(0.3, frequency_penalty=0.1),
 ]
 MIXED = [replace((GREEDY, *SAMPLED, *PENALISED)[index % 7], seed=index) for index in range(12)]
-
-
-@pytest.fixture(scope="module")
-def target(build_target: Callable[..., Target]) -> Target:
-    return drafting.repeating(build_target(num_hidden_layers=2))
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target, build_target: Callable[..., Target]) -> Target:
-    return drafting.perturbed(target, build_target(num_hidden_layers=2))
-
-
-@pytest.fixture(scope="module")
-def prompts(target: Target) -> list[list[int]]:
-    return drafting.prompts(6, seed=3, vocab_size=target.vocab_size)
 
 
 @pytest.fixture(scope="module")

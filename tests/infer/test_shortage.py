@@ -5,7 +5,6 @@ It runs out for real: the CPU's allocator is asked for more than there is, at th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,21 +25,6 @@ from . import drafting, encoder_decoders
 
 TOKENS = 24
 HOT = SamplingParams(temperature=0.7, min_p=0.05, repetition_penalty=1.1, seed=5)
-
-
-@pytest.fixture(scope="module")
-def target(build_target: Callable[..., Target]) -> Target:
-    return drafting.repeating(build_target(num_hidden_layers=2))
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target, build_target: Callable[..., Target]) -> Target:
-    return drafting.perturbed(target, build_target(num_hidden_layers=2))
-
-
-@pytest.fixture(scope="module")
-def prompts(target: Target) -> list[list[int]]:
-    return drafting.prompts(6, seed=3, vocab_size=target.vocab_size)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from draftsmith.infer import VERIFIERS
@@ -20,21 +18,6 @@ from draftsmith.infer.verifiers import verifier_named
 from . import drafting
 
 WARM = SamplingParams(temperature=0.5)
-
-
-@pytest.fixture(scope="module")
-def target(build_target: Callable[..., Target]) -> Target:
-    return drafting.repeating(build_target(num_hidden_layers=2))
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target, build_target: Callable[..., Target]) -> Target:
-    return drafting.perturbed(target, build_target(num_hidden_layers=2))
-
-
-@pytest.fixture(scope="module")
-def prompts(target: Target) -> list[list[int]]:
-    return drafting.prompts(6, seed=3, vocab_size=target.vocab_size)
 
 
 def drafter_for(name: str, draft: Target, target: Target) -> Drafter:
