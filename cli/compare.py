@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -85,7 +86,7 @@ def compare(
             print(f"{number}/{len(entries)} {entry.recipe}", flush=True)
             _train(entry, settings)
             for temperature in TEMPERATURES:
-                _evaluate(entry, temperature, prompts, limit, max_new_tokens, dtype)
+                _evaluate(entry, temperature, prompts, limit, max_new_tokens, dtype, settings)
         lines = [_line(entry) for entry in entries]
         write_json({"responses": str(responses), "minutes": minutes, "recipes": lines}, out / "compare.json")
         Console().print(table(lines))
@@ -130,8 +131,16 @@ def _train(entry: Entry, settings: list[str]) -> None:
 
 
 def _evaluate(
-    entry: Entry, temperature: float, source: str | None, limit: int | None, max_new_tokens: int, dtype: str
+    entry: Entry,
+    temperature: float,
+    source: str | None,
+    limit: int | None,
+    max_new_tokens: int,
+    dtype: str,
+    settings: list[str],
 ) -> None:
+    import torch
+
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
     from ..train.recipe import load_recipe
@@ -140,13 +149,20 @@ def _evaluate(
     path = entry.evaluation(temperature)
     if path.is_file():
         return
-    target = Target.load(load_recipe(entry.recipe, []).target, dtype=dtype)
+    recipe = load_recipe(entry.recipe, settings)
+    name = (
+        str(entry.run / "target") if recipe.backbone else recipe.target
+    )  # a target trained too lies beside the drafter
+    target = Target.load(name, dtype=dtype)
     asked = eval_prompts(target, source, split=None if source else "held-out", limit=limit)
     sampling = SamplingParams(temperature=temperature)
     document = compare(
         target, str(entry.drafter), asked, sampling=sampling, max_new_tokens=max_new_tokens, source=source
     )
     write_json(document, path)
+    del target
+    gc.collect()
+    torch.cuda.empty_cache()  # the next recipe trains in a process of its own, on the same card
 
 
 def _line(entry: Entry) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..infer.evaluate import EvalPrompt
     from ..infer.target import Target
 
-ASKED, ANSWER_TOKENS, ROWS = 720, 112, 64
+ASKED, ANSWER_TOKENS, ROWS = 800, 112, 128
 """Shipped prompts that the target answers, the limit of each answer that the heads learn from, and the batch."""
 EVALUATED, EVALUATED_TOKENS = 16, 96
 """Held-out prompts decoded with and without the drafter, and the limit of each answer."""

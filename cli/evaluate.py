@@ -31,6 +31,7 @@ from .arguments import (
     Tree,
     VerifierName,
     open_drafter,
+    schedule_for,
 )
 from .report import reported
 
@@ -76,7 +77,7 @@ def evaluate(
     identical. In bfloat16 near-ties can swap; each difference is audited.
     Texts of verifiers that do not promise identity are not compared.
 
-    Example: draftsmith evaluate --drafter runs/demo/drafter --limit 20 --json runs/evaluation.json
+    Example: draftsmith evaluate --drafter runs/demo/train/drafter --limit 20 --json runs/evaluation.json
     """
     with reported("nothing was written."):
         from ..infer.sampling import SamplingParams
@@ -144,7 +145,8 @@ def compare(
         sampling=sampling,
         rows=rows,
         verifier=verifier,
-        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree, "schedule": schedule}
+        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree}
+        | {"schedule": schedule_for(drafter, schedule)}
         | ({"quantize_drafter": quantize_drafter} if quantize_drafter else {}),
     )
 

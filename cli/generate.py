@@ -71,7 +71,7 @@ def generate(
     and with none (other verifiers than sample-match promise less, and say so).
     Text goes to stdout, the counts to stderr.
 
-    Example: draftsmith generate "Why is the sky blue?" --drafter runs/demo/drafter --temperature 0.8 --seed 1
+    Example: draftsmith generate "Why is the sky blue?" --drafter runs/demo/train/drafter --temperature 0.8 --seed 1
     """
     with reported("the text above is all there is; nothing was written."):
         from ..infer.decode import Engine

@@ -96,9 +96,9 @@ class Bench:
         )
         yield Case(f"plain, batch {self.rows}, real stops", [many], self._plain(self.rows), self._stock())
         yield Case(
-            f"plain, batch {2 * self.rows} against {self.rows}, real stops",
+            f"plain, batch {4 * self.rows} against {self.rows}, real stops",
             [many],
-            self._plain(2 * self.rows),
+            self._plain(4 * self.rows),
             self._stock(),
         )
         yield Case("draft model, one at a time", alone, self._assisted(), self._stock(assistant=self.draft or "self"))
@@ -151,9 +151,9 @@ class Bench:
 
     def _lookup(self) -> Callable[[Prompts], Answers]:
         def load() -> Engine:
-            from ..infer.prompt_lookup import PromptLookup
+            from .arguments import open_drafter
 
-            return self._engine(1, PromptLookup(length=LOOKUP, stop_ids=self.target.eos_ids))
+            return self._engine(1, open_drafter("prompt-lookup", self.target, tree="fit", rows=1))
 
         return self._ours(load, self.max_new_tokens)
 

@@ -1,21 +1,30 @@
-"""Forward KL with its gradient worked out in the forward pass, a few rows at a time.
+"""Divergences with their gradient worked out in the forward pass, a few rows at a time.
 
-Left to autograd, KL(p, q) over a vocabulary makes a dozen passes over (R, W) matrices in float32, which on a CPU cost
-more than the matrix products around them. Its gradient in the draft logits is q - p: here a block of rows that fits the
-processor's cache is taken from logits to value and gradient at once, and only q - p is kept, in the logits' own dtype.
+Left to autograd, a divergence over a vocabulary makes a dozen passes over (R, W) matrices in float32, which on a CPU cost
+more than the matrix products around them. Here a block of rows that fits the processor's cache is taken from logits to
+value and gradient at once, and only the gradient is kept, in the logits' own dtype. KL(p, q), whose gradient in the draft
+logits is q - p, is written out; any other one is left to autograd within each block.
 
 Letters: R rows, W draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 ELEMENTS = 2**19
-"""Logits taken together: 2 MiB in float32, what a processor core keeps at hand."""
+"""Logits taken together on a CPU: 2 MiB in float32, what a processor core keeps at hand."""
+
+ELEMENTS_ON_A_CARD = 2**26
+"""The same where each kernel has to be launched: 256 MiB in float32."""
+
+Divergence = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Draft logits (R, W), labels (R,), target logits (R, W) -> (R,)."""
 
 LOWEST = -1e30
 """Stands for the logarithm of 0, whose product with 0 would not be a number."""
@@ -32,9 +41,7 @@ class ForwardKL(torch.autograd.Function):
         exact = torch.float64 if draft.dtype == torch.float64 else torch.float32
         values = torch.empty(len(draft), dtype=exact, device=draft.device)
         gradient = torch.empty_like(draft)
-        size = max(1, ELEMENTS // draft.shape[1])
-        for start in range(0, len(draft), size):
-            rows = slice(start, start + size)
+        for rows in _blocks(draft):
             log_q = torch.log_softmax(draft[rows].to(exact), dim=-1)
             log_p = torch.log_softmax(target[rows].to(exact), dim=-1).clamp_(min=LOWEST)
             p = log_p.exp()
@@ -47,3 +54,39 @@ class ForwardKL(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * given[0][:, None].to(gradient.dtype), None
+
+
+class Blockwise(torch.autograd.Function):
+    """Any divergence of rows: draft logits z (R, W), labels (R,), target logits (R, W) or None -> (R,), float32 or float64.
+
+    `divergence` takes the three for some of the rows, the logits wide already, and gives one value per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, draft: Tensor, labels: Tensor, target: Tensor | None, divergence: Divergence) -> Tensor:
+        exact = torch.float64 if draft.dtype == torch.float64 else torch.float32
+        values = torch.empty(len(draft), dtype=exact, device=draft.device)
+        gradient = torch.empty_like(draft)
+        for rows in _blocks(draft):
+            # A checkpoint around this call keeps no tensor of a graph: it would compute itself anew for every block's gradient.
+            with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+                logits = draft[rows].detach().to(exact).requires_grad_()
+                value = divergence(logits, labels[rows], None if target is None else target[rows].to(exact))
+                gradient[rows] = torch.autograd.grad(value.sum(), logits)[0]
+            values[rows] = value.detach()
+        ctx.save_for_backward(gradient)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * given[0][:, None].to(gradient.dtype), None, None, None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _blocks(draft: Tensor) -> Iterator[slice]:
+    size = max(1, (ELEMENTS if draft.device.type == "cpu" else ELEMENTS_ON_A_CARD) // draft.shape[1])
+    return (slice(start, start + size) for start in range(0, len(draft), size))

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..heads.base import Objective
-from .closed_form import ForwardKL
+from .closed_form import Blockwise, ForwardKL
 
 Name = Literal["cross_entropy", "forward_kl", "reverse_kl", "jsd", "tvd", "lk"]
 
@@ -101,15 +101,23 @@ class Divergence:
             assert target_logits is not None, f"objective {list(self.terms)} needs the target's logits"
             if self._is_plain_kl:
                 return ForwardKL.apply(draft_logits, target_logits.detach())  # type: ignore[no-untyped-call,no-any-return]
-        total = _wide(draft_logits).new_zeros(len(labels))
+            target_logits = target_logits.detach()
+        if torch.is_grad_enabled() and draft_logits.requires_grad:
+            given = draft_logits, labels, target_logits, self._of_wide
+            return Blockwise.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
+        return self._of_wide(_wide(draft_logits), labels, None if target_logits is None else _wide(target_logits))
+
+    def _of_wide(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
+        """The same, of logits in the precision of the softmax."""
+        total = draft_logits.new_zeros(len(labels))
         if self.uses_target and target_logits is not None:
-            log_p = torch.log_softmax(_wide(target_logits.detach()) / self.temperature, dim=-1)
-            log_q = torch.log_softmax(_wide(draft_logits) / self.temperature, dim=-1)
+            log_p = torch.log_softmax(target_logits / self.temperature, dim=-1)
+            log_q = torch.log_softmax(draft_logits / self.temperature, dim=-1)
             if self.top_k is not None and self.top_k + 1 < log_p.shape[-1]:
                 log_p, log_q = top_and_tail(log_p, log_q, self.top_k)
         for name, weight in self.terms.items():
             if name == "cross_entropy":
-                value = F.cross_entropy(_wide(draft_logits), labels, reduction="none")
+                value = F.cross_entropy(draft_logits, labels, reduction="none")
             elif name == "jsd":
                 value = _jsd(log_p, log_q, self.beta)
             else:

@@ -155,13 +155,6 @@ def open_to_append(path: Path, manifest: Manifest) -> Iterator[tuple[BinaryIO, s
     manifest (saying what differs), has none, or is being written by another process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size:
-        if differ := manifest.differences(Manifest.read(path)):
-            raise ValueError(
-                f"{path} holds answers made under other settings: {'; '.join(differ)}. Name another file, or use those."
-            )
-    else:
-        manifest.write(path)
     with path.open("ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,6 +162,12 @@ def open_to_append(path: Path, manifest: Manifest) -> Iterator[tuple[BinaryIO, s
             raise ValueError(
                 f"{path} is being written by another process. Wait for it or name another file."
             ) from error
+        if not path.stat().st_size:
+            manifest.write(path)
+        elif differ := manifest.differences(Manifest.read(path)):
+            raise ValueError(
+                f"{path} holds answers made under other settings: {'; '.join(differ)}. Name another file, or use those."
+            )
         done, end = set[str](), 0
         for response, end in _scan(path):  # noqa: B007 (the last one's is needed)
             done.add(response.id)

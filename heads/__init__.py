@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
+
+from ..infer.packed import pack
 from ..infer.target import Target
 from .base import Binding, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .dflash import DFlash, DFlashConfig
@@ -24,9 +27,10 @@ METHODS: dict[str, tuple[type[HeadConfig], type[TrainedDrafter]]] = {
 }
 
 
-def load_drafter(directory: str | Path, target: Target) -> TrainedDrafter:
+def load_drafter(directory: str | Path, target: Target, *, is_packed: bool = True) -> TrainedDrafter:
     """The trained drafter in `directory`, ready to draft for `target`.
 
+    is_packed: in bfloat16 on a CPU, lay its matrices out for the processor (see infer/packed.py); the numbers are the same.
     Raises ValueError if the folder is not a drafter's, its tensors do not fit its config, or it was trained for another
     target.
     """
@@ -41,7 +45,13 @@ def load_drafter(directory: str | Path, target: Target) -> TrainedDrafter:
     drafter = drafter_class.from_folder(config_class.model_validate(head), target, directory)
     read_weights(drafter, directory)
     drafter.measured = binding.measured
-    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    drafter = drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    if is_packed:
+        looked_up = {id(weight) for weight in drafter.indexed}
+        owners = {name: module for name, module in drafter.named_modules() if isinstance(module, nn.Linear)}
+        skip = {name.rpartition(".")[2] for name, module in owners.items() if id(module.weight) in looked_up}
+        pack(drafter, skip=skip)
+    return drafter
 
 
 __all__ = [

@@ -20,13 +20,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
+
+
+class DynamicTree(BaseModel):
+    """EAGLE-2's tree: grown by the draft's own confidence, anew in every round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: int = Field(59, ge=1)
+    """Draft nodes that are verified (EAGLE-2: 60 with the anchor)."""
+    width: int = Field(10, ge=1)
+    """Nodes expanded per level (EAGLE-2: 10)."""
+    depth: int = Field(6, ge=1)
+    """Levels (EAGLE-2: 6)."""
 
 
 class HeadConfig(BaseModel):
@@ -172,6 +185,11 @@ class TrainedDrafter(nn.Module, ABC):
     @abstractmethod
     def num_steps(self) -> int:
         """K: tokens a chain draft has."""
+
+    @property
+    def depth(self) -> int:
+        """Levels that a draft has at most."""
+        return self.num_steps
 
     @property
     def indexed(self) -> tuple[Tensor, ...]:

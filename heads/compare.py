@@ -25,7 +25,7 @@ PAIRS = 512
 
 KEPT_BYTES = 2**28
 """Up to this, what the objective keeps of all pairs' logits for the backward pass stays in memory instead of being
-computed again: one (P, W) matrix where its gradient is worked out at once (`distill.closed_form`), else about three."""
+computed again: one (P, W) matrix, as gradients are worked out at once (`distill.closed_form`)."""
 
 Logits = Callable[[Tensor], Tensor]
 """The draft's logits over its vocabulary: (P, D) -> (P, W)."""

@@ -138,7 +138,7 @@ class DFlash(TrainedDrafter):
         shared = {"block_size": config.block_size, "mask_token_id": config.mask_token_id}
         nested = {"target_layer_ids": list(self.taps), "num_target_layers": self.target.num_layers}
         nested |= {"causal": config.is_causal, "causal_head": config.is_causal, "use_swa": False}
-        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
+        dtype = str(self.norm.weight.dtype).removeprefix("torch.")
         return config.public_fields(self.target) | {
             "architectures": ["DFlashDraftModel" if is_plain else "Qwen3DSparkModel"],
             "dtype": dtype,
@@ -173,7 +173,7 @@ class DFlash(TrainedDrafter):
 
     def _context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per layer the keys and values (N, H, d) of features (N, F) at positions (N,)."""
-        fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        fused = self.hidden_norm(self.fc(features.to(self.norm.weight.dtype)))
         turn = self._turn(positions)
         return [layer.self_attn.remember(fused, turn) for layer in self.layers if isinstance(layer, BlockLayer)]
 
@@ -182,7 +182,7 @@ class DFlash(TrainedDrafter):
         slots = torch.arange(self.config.block_size, device=anchors.device)
         tokens = torch.where(slots == 0, anchors[:, None], self.config.mask_token_id or 0)  # (R, b)
         turn = self._turn((positions[:, None] + slots).flatten())
-        hidden = self.target.embedding(tokens).flatten(0, 1).to(self.fc.weight.dtype)
+        hidden = self.target.embedding(tokens).flatten(0, 1).to(self.norm.weight.dtype)
         for layer in self.layers:
             hidden = layer(hidden, turn, memory)
         blocks: Tensor = self.norm(hidden).unflatten(0, tokens.shape)

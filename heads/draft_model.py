@@ -104,7 +104,7 @@ class TrainedDraftModel(LMDrafter):
         def judge(hidden: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
             return self._judge(hidden, at, teacher, objective)
 
-        losses, right = scored.compute(judge, self.hidden(teacher))
+        losses, right = scored.compute(judge, self.hidden(teacher), width=self.width)
         sums, survived, reached, alive = [], [], [], torch.ones_like(right)
         for step, rows in enumerate(scored.counted):
             sums.append((scored.of_step(losses, step) * rows).sum())
@@ -124,7 +124,7 @@ class TrainedDraftModel(LMDrafter):
         def rank(hidden: Tensor, at: Tensor) -> tuple[Tensor]:
             return (vocabulary.ranks(self.logits(hidden), tokens[at + 1]).clamp(max=self.width),)
 
-        (ranks,) = scored.compute(rank, self.hidden(teacher))
+        (ranks,) = scored.compute(rank, self.hidden(teacher), width=self.width)
         steps = [torch.where(rows, scored.of_step(ranks, k), -1) for k, rows in enumerate(scored.counted)]
         return torch.stack(steps, dim=-1)
 

@@ -12,10 +12,10 @@ sum_s 0.8^s objective_s. Worked example, "a b c d e", row t = 1 (the target has 
 reads "c" with the features at "b" and proposes "d"; step 1 reads "d" with step 0's output and proposes "e".
 
 In decoding the pairs (features at t, token t+1) are exactly the target's, the last one with the anchor; every draft node
-reads its token and its parent's output. `state_dict` has the names that SGLang and vLLM load.
+reads its token and its parent's output. `state_dict` has the names that SGLang and vLLM load, `config.json` their keys.
 
-Letters: B rows, T positions, N tokens with keys, R rows that draft, S steps, D draft width, F features, V vocabulary, W
-draft vocabulary, n frontier nodes.
+Letters: B, T rows and positions; N tokens with keys, R rows that draft, S steps, D draft width, F features, V, W vocabulary
+of target and draft, n frontier nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..infer.drafter import Observation
@@ -32,26 +32,14 @@ from ..infer.dynamic_tree import DynamicGrowth, DynamicShape, StaticGrowth
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
-from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .base import DynamicTree, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .compare import Drafts, find_ranks, loss_sums
+from .from_target import layer_fields, projected_embedding
 from .layers import DecoderLayer, FusedLayer, LayerShape, Memory, RMSNorm, Rotation
 from .offsets import keep_as_offsets
 from .own_cache import OwnCache
 from .unroll import Blocks, Unroll
 from .vocabulary import DraftVocabulary
-
-
-class DynamicTree(BaseModel):
-    """EAGLE-2's tree: grown by the draft's own confidence, anew in every round."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    nodes: int = Field(59, ge=1)
-    """Draft nodes that are verified (EAGLE-2: 60 with the anchor)."""
-    width: int = Field(10, ge=1)
-    """Nodes expanded per level (EAGLE-2: 10)."""
-    depth: int = Field(6, ge=1)
-    """Levels (EAGLE-2: 6)."""
 
 
 class Eagle3Config(HeadConfig):
@@ -121,6 +109,23 @@ class Eagle3Config(HeadConfig):
             )
         return self.model_copy(update=sizes)
 
+    def public_fields(self, target: Target) -> dict[str, Any]:
+        """Of a resolved config: what SGLang and vLLM read. They disagree whether `eagle_aux_hidden_state_layer_ids` names a
+        layer's output or its input, so it is left out and they tap the default layers."""
+        found = target.text_config.to_dict()
+        common = layer_fields(self.shape(), target, num_layers=self.num_layers, theta=self.rope_theta)
+        return common | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "target_hidden_size": target.hidden_size,
+            "target_layer_ids": list(self.taps or ()),
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+            "bos_token_id": found.get("bos_token_id"),
+            "eos_token_id": list(target.eos_ids),
+            "pad_token_id": found.get("pad_token_id"),
+        }
+
     def shape(self) -> LayerShape:
         """Sizes of the layers, of a resolved config."""
         sizes = self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim
@@ -161,7 +166,7 @@ class Eagle3(TrainedDrafter):
         self.norm = RMSNorm(shape.width, shape.eps)
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, target.vocab_size, token_map)
         self.lm_head = nn.Linear(shape.width, self.vocabulary.size, bias=False)
-        self.embed_tokens = None if shape.width == target.hidden_size else _projected(target, shape.width)
+        self.embed_tokens = None if shape.width == target.hidden_size else projected_embedding(target, shape.width)
         if self.embed_tokens is None:
             self.lm_head.weight.data.copy_(self.vocabulary.select(target.head.weight.detach()))
         keep_as_offsets(self, self.vocabulary)
@@ -175,6 +180,11 @@ class Eagle3(TrainedDrafter):
     def use_tree(self, topology: Topology) -> None:
         self.topology = topology
 
+    def public_config(self) -> dict[str, Any]:
+        dtype = str(self.norm.weight.dtype).removeprefix("torch.")
+        fields = {"draft_vocab_size": self.vocabulary.size, "dtype": dtype, "torch_dtype": dtype}
+        return self.config.public_fields(self.target) | fields
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps or ()
@@ -187,7 +197,7 @@ class Eagle3(TrainedDrafter):
 
     def fuse(self, features: Tensor) -> Tensor:
         """g0: (..., F) -> (..., D)."""
-        features = features.to(self.fc.weight.dtype)
+        features = features.to(self.norm.weight.dtype)
         out: Tensor = self.fc(features if self.input_norm is None else self.input_norm(features))
         return out
 
@@ -240,7 +250,7 @@ class Eagle3(TrainedDrafter):
     # Decoding -------------------------------------------------------------------------------------------------------
 
     def start(self, *, rows: int, capacity: int) -> Eagle3State:
-        hidden = torch.zeros(rows, self.shape.width, dtype=self.fc.weight.dtype, device=self.target.device)
+        hidden = torch.zeros(rows, self.shape.width, dtype=self.norm.weight.dtype, device=self.target.device)
         return Eagle3State(OwnCache(rows=rows, capacity=capacity), hidden)
 
     def move(self, state: Eagle3State, source: int, target: int) -> None:
@@ -287,12 +297,3 @@ class Eagle3(TrainedDrafter):
         logits = self.logits(hidden).float()
         best = logits.topk(min(width, logits.shape[-1]), dim=-1)
         return self.vocabulary.to_target(best.indices), best.values - logits.logsumexp(dim=-1, keepdim=True)
-
-
-def _projected(target: Target, width: int) -> nn.Embedding:
-    """An embedding (V, width) that starts as a random orthogonal projection of the target's."""
-    source = target.embedding.get_parameter("weight").detach().float()
-    basis = nn.init.orthogonal_(torch.empty(source.shape[1], width))
-    embedding = nn.Embedding(len(source), width)
-    embedding.weight.data.copy_(source @ basis.to(source.device))
-    return embedding

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
 from pydantic import Field
+from torch import nn
 
 from ..infer.target import Target
 from .base import HeadConfig
@@ -66,27 +68,35 @@ class LayeredConfig(HeadConfig):
     def public_fields(self, target: Target) -> dict[str, Any]:
         """Of a resolved config: what transformers and serving engines read of the layers, every default written out, the
         rotary base in the spellings of transformers 5 and 4."""
-        return {
-            "model_type": "qwen3",
-            "hidden_size": target.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "rms_norm_eps": self.rms_norm_eps,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "layer_types": ["full_attention"] * self.num_layers,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "vocab_size": target.vocab_size,
-            "max_position_embeddings": target.max_length,
-            "num_target_layers": target.num_layers,
-            "target_layer_ids": list(self.taps or ()),
-        }
+        theta = self.rope_theta or 0.0
+        assert theta > 0, "the config has not been resolved"
+        common = layer_fields(self.shape(target), target, num_layers=self.num_layers, theta=theta)
+        return common | {"model_type": "qwen3", "target_layer_ids": list(self.taps or ())}
+
+
+def layer_fields(shape: LayerShape, target: Target, *, num_layers: int, theta: float) -> dict[str, Any]:
+    """What transformers and serving engines read of decoder layers, every default written out, the rotary base in the
+    spellings of transformers 5 and 4."""
+    return {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "rms_norm_eps": shape.eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * num_layers,
+        "rope_theta": theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_length,
+        "num_target_layers": target.num_layers,
+    }
 
 
 def own_shape(target: Target, *, eps: float, heads: int | None = None) -> LayerShape:
@@ -143,3 +153,12 @@ def mask_token(target: Target, given: int | None) -> int:
             f"{why}. Set mask_token_id to a token that answers never hold, such as a reserved special one."
         )
     return token
+
+
+def projected_embedding(target: Target, width: int) -> nn.Embedding:
+    """An embedding (V, width) that starts as a random orthogonal projection of the target's."""
+    source = target.embedding.get_parameter("weight").detach().float()
+    basis = nn.init.orthogonal_(torch.empty(source.shape[1], width))
+    embedding = nn.Embedding(len(source), width)
+    embedding.weight.data.copy_(source @ basis.to(source.device))
+    return embedding

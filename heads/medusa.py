@@ -103,7 +103,7 @@ class Medusa(TrainedDrafter):
     def loss(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
         masks = torch.stack([teacher.step_mask(step) for step in range(self.num_steps)]).flatten(1)  # (K, B*T)
         rows = _rounded(masks.any(dim=0))  # (R,)
-        hidden = teacher.hidden.flatten(0, 1)[rows].to(next(self.parameters()).dtype)
+        hidden = teacher.hidden.flatten(0, 1)[rows].to(next(self.parameters(), self.target.head.weight).dtype)
         target_logits = self._target_logits(teacher, rows) if objective.uses_target else None
         sums, survived, reached = [], [], []
         alive = torch.ones_like(rows, dtype=torch.bool)
@@ -137,7 +137,7 @@ class Medusa(TrainedDrafter):
     @torch.no_grad()
     def ranks(self, teacher: TeacherBatch) -> Tensor:
         ranks = torch.full((*teacher.tokens.shape, self.num_steps), -1, device=teacher.tokens.device)
-        hidden = teacher.hidden.to(next(self.parameters()).dtype)
+        hidden = teacher.hidden.to(next(self.parameters(), self.target.head.weight).dtype)
         for step in range(self.num_steps):
             rows = teacher.step_mask(step)
             logits = self.logits(hidden[rows], step)

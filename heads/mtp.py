@@ -54,6 +54,10 @@ class Mtp:
         self.target, self.model = target, load_own_layers(target)
         self.topology = Topology.chain(3) if topology is None else topology
 
+    @property
+    def depth(self) -> int:
+        return self.topology.depth
+
     def start(self, *, rows: int, capacity: int) -> MtpState:
         hidden = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
         return MtpState(OwnCache(rows=rows, capacity=capacity), hidden)

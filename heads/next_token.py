@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .base import TeacherBatch
+from .compare import KEPT_BYTES
 
 POSITIONS = 512
 """Rows of logits held at once, in fp32, a few times over."""
@@ -36,17 +37,24 @@ class Scored:
         asked = [torch.roll(rows, step + 1, dims=1) for step, rows in enumerate(counted)]
         return cls(counted, torch.stack(asked).any(dim=0))
 
-    def compute(self, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor) -> tuple[Tensor, ...]:
+    def compute(
+        self, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, *, width: int
+    ) -> tuple[Tensor, ...]:
         """`function` of the states (P, D) of asked positions and of their flat indices (P,), each result (P,) put at its
         place in (B, T), zeros elsewhere.
 
-        POSITIONS at a time; logits are computed again in the backward pass instead of kept.
+        POSITIONS at a time; where logits of `width` tokens would fill the memory, they are computed again in the backward
+        pass instead of kept.
         """
         places = self.asked.flatten()
-        parts = [
-            checkpoint(function, hidden.flatten(0, 1)[at], at, use_reentrant=False, preserve_rng_state=False)
-            for at in places.nonzero()[:, 0].split(POSITIONS)
-        ]
+        is_small = int(places.sum()) * width * hidden.element_size() <= KEPT_BYTES
+        parts = []
+        for at in places.nonzero()[:, 0].split(POSITIONS):
+            states = hidden.flatten(0, 1)[at]
+            if is_small:
+                parts.append(function(states, at))
+            else:
+                parts.append(checkpoint(function, states, at, use_reentrant=False, preserve_rng_state=False))
         found = (torch.cat(values) for values in zip(*parts))
         return tuple(v.new_zeros(len(places)).masked_scatter(places, v).view_as(self.asked) for v in found)
 

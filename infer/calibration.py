@@ -158,6 +158,10 @@ class Recorder:
     def taps(self) -> tuple[int, ...]:
         return self.drafter.taps
 
+    @property
+    def depth(self) -> int:
+        return self.drafter.depth
+
     def start(self, *, rows: int, capacity: int) -> Any:
         return self.drafter.start(rows=rows, capacity=capacity)
 

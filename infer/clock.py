@@ -15,9 +15,9 @@ class Clock:
     On CUDA the device is synchronised at phase edges only when `exact` is set (evaluation), since that costs speed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         self.seconds: dict[str, float] = {}
-        self.exact = False
+        self.exact = exact
         self._is_cuda = device.type == "cuda"
         self._open: list[float] = []  # seconds spent in phases nested below each open one
 

@@ -29,6 +29,8 @@ def verify_seconds(
     `repeats * len(sizes)` forwards (4 seconds for the embedded target).
     """
     device = target.device
+    # Positions end, and half of them are an encoder-decoder's source.
+    context = max(2, min(context, target.max_length // 2 - max(sizes) - 1))
     cache = target.new_cache(rows=rows, capacity=context + max(sizes))
     target.read_blank(cache, rows=rows, length=context)
     lengths = torch.full((rows,), context, dtype=torch.int64, device=device)

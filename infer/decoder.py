@@ -4,7 +4,7 @@ from draftsmith.heads import load_drafter
 from draftsmith.infer import SpeculativeDecoder, Target
 
 target = Target.load("smollm2-135m", dtype="bfloat16")
-decoder = SpeculativeDecoder(target, load_drafter("runs/demo/drafter", target))
+decoder = SpeculativeDecoder(target, load_drafter("runs/demo/train/drafter", target))
 print(decoder.generate("Why is the sky blue?").text)
 
 Many at a time, joining and leaving as they like:

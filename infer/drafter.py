@@ -78,6 +78,11 @@ class Drafter(Protocol):
         """Target layers read, as 0-based decoder-layer outputs, ascending; may be empty."""
         ...
 
+    @property
+    def depth(self) -> int:
+        """Levels that a draft has at most, below its root."""
+        ...
+
     def start(self, *, rows: int, capacity: int) -> Any:
         """A fresh state for up to `rows` rows of up to `capacity` tokens each, draft nodes included."""
         ...
@@ -104,6 +109,7 @@ class NoDraft:
     """Proposes nothing, which makes every round a step of plain decoding."""
 
     taps: tuple[int, ...] = ()
+    depth = 0
 
     def start(self, *, rows: int, capacity: int) -> None:
         return None

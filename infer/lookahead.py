@@ -124,6 +124,10 @@ class Lookahead:
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self._parents = _window_parents(window, ngram)
 
+    @property
+    def depth(self) -> int:
+        return self.ngram - 1
+
     def start(self, *, rows: int, capacity: int) -> list[Row | None]:
         return [None] * rows
 

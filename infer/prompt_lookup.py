@@ -9,12 +9,17 @@ Each row has an index of its own text, kept as deflate keeps its window (RFC 195
 tokens to the newest place where they stood, and from each place a link to the one before. A new token costs one
 insertion and a draft one bounded walk; nothing is proportional to the length of the text.
 
+How far a copy can be trusted depends on how long it has been one, and on the text at hand: a `Record` counts, for each
+length of the match so far, how often the next token was right. These are the draft's confidences, by which a schedule
+(schedule.py) cuts it where verifying it would not pay.
+
 Letters: B rows, K draft length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +32,10 @@ MAX_CANDIDATES = 128
 """Earlier places that are looked at, newest first."""
 MAX_MATCH = 32
 """Matches of this length count as equally long."""
+PRIOR_WEIGHT = 4.0
+"""Tries that a record's first guess counts for: after n matching tokens the next one is right n times in n + 3."""
+FADING = 0.99
+"""What a try still counts for when the next one of its length is made."""
 
 
 class SuffixIndex:
@@ -89,6 +98,42 @@ class SuffixIndex:
         return length
 
 
+class Record:
+    """How often the next token of a copy was right, by the length of the match so far; old evidence fades.
+
+    Worked example: a match of 2 tokens proposed "a b c" and the target wrote "a b d": right after 2 and 3 matching tokens,
+    wrong after 4.
+    """
+
+    def __init__(self) -> None:
+        self._right = [PRIOR_WEIGHT * length / (length + 3) for length in range(MAX_MATCH + 1)]
+        self._tried = [PRIOR_WEIGHT] * (MAX_MATCH + 1)
+
+    def note(self, matched: int, draft: Sequence[int], written: Sequence[int]) -> None:
+        """A match of that length was followed by `draft` where it stood before, and now by `written`."""
+        for step, (proposed, token) in enumerate(zip(draft, written)):
+            length = min(matched + step, MAX_MATCH)
+            self._tried[length] = FADING * self._tried[length] + 1
+            self._right[length] = FADING * self._right[length] + (proposed == token)
+            if proposed != token:
+                return
+
+    def confidence(self, matched: int, count: int) -> list[float]:
+        """P(token is right | those before it were) for `count` tokens after a match of that length."""
+        lengths = (min(matched + step, MAX_MATCH) for step in range(count))
+        return [self._right[length] / self._tried[length] for length in lengths]
+
+
+@dataclass
+class LookupState:
+    """One generation's texts, what was proposed last in each row, and what became of proposals."""
+
+    texts: list[SuffixIndex]
+    drafts: list[tuple[int, list[int]]]
+    """Per row the length of the match, and the tokens."""
+    record: Record = field(default_factory=Record)
+
+
 class PromptLookup:
     """Drafts by copying. Deterministic: exact under sample-match, greedy and sampled.
 
@@ -104,34 +149,42 @@ class PromptLookup:
             raise ValueError(f"min_match must lie in 1..{MAX_MATCH} tokens, got {min_match}.")
         self.length, self.min_match, self.stop_ids = length, min_match, frozenset(stop_ids)
 
-    def start(self, *, rows: int, capacity: int) -> list[SuffixIndex]:
-        return [SuffixIndex() for _ in range(rows)]
+    @property
+    def depth(self) -> int:
+        return self.length
 
-    def move(self, state: list[SuffixIndex], source: int, target: int) -> None:
-        state[target] = state[source]
+    def start(self, *, rows: int, capacity: int) -> LookupState:
+        return LookupState([SuffixIndex() for _ in range(rows)], [(0, [])] * rows)
 
-    def observe(self, state: list[SuffixIndex], seen: Observation) -> None:
+    def move(self, state: LookupState, source: int, target: int) -> None:
+        state.texts[target], state.drafts[target] = state.texts[source], state.drafts[source]
+
+    def observe(self, state: LookupState, seen: Observation) -> None:
         for row, text in enumerate(seen.texts(), start=seen.rows.start):
             if seen.is_prompt:
-                state[row] = SuffixIndex()
-                state[row].extend(text)
-            else:
-                state[row].extend(text[1:])  # the first token was the anchor, indexed when it was emitted
+                state.texts[row], state.drafts[row] = SuffixIndex(), (0, [])
+                state.texts[row].extend(text)
+            else:  # the first token was the anchor, indexed when it was emitted
+                state.record.note(*state.drafts[row], text[1:])
+                state.texts[row].extend(text[1:])
 
-    def draft(self, state: list[SuffixIndex], anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-        drafts = [self._propose(index) for index in state[: len(anchors)]]
-        width = max(len(draft) for draft in drafts)
+    def draft(self, state: LookupState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
+        found = [self._propose(text) for text in state.texts[: len(anchors)]]
+        state.drafts[: len(found)] = found
+        width = max(len(draft) for _, draft in found)
         if width == 0:
             return TokenTree.root(anchors)
-        tokens = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts], device=anchors.device)
-        counts = torch.tensor([len(draft) for draft in drafts], device=anchors.device)
+        tokens = torch.tensor([draft + [0] * (width - len(draft)) for _, draft in found], device=anchors.device)
+        counts = torch.tensor([len(draft) for _, draft in found], device=anchors.device)
+        sure = torch.tensor([state.record.confidence(matched, width) for matched, _ in found], device=anchors.device)
         valid = torch.arange(width, device=anchors.device) < counts[:, None]
-        return TokenTree.chain(anchors, tokens, valid=valid)
+        return TokenTree.chain(anchors, tokens, valid=valid, confidence=sure)
 
-    def _propose(self, index: SuffixIndex) -> list[int]:
+    def _propose(self, index: SuffixIndex) -> tuple[int, list[int]]:
+        """The length of the match, and what followed it."""
         place, length = index.find()
         if length < self.min_match:
-            return []
+            return length, []
         draft = index.continuation(place, self.length)
         ends = [step for step, token in enumerate(draft) if token in self.stop_ids]
-        return draft[: ends[0] + 1] if ends else draft
+        return length, draft[: ends[0] + 1] if ends else draft

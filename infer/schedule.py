@@ -7,13 +7,14 @@ forward. Verifying prefixes of lengths l_r is expected to emit
     Theta = (R + sum over r and j <= l_r of a_{r,j}) * SPS(R + sum over r of l_r)      tokens per second
 
 Candidates (r, j) are admitted in descending order of a_{r,j}, of equal ones the shorter prefix first, so that what is
-admitted is a prefix of every chain. Two rules say how many:
+admitted is a prefix of every chain. Three rules say how many:
 
 - `early_stop`: as long as every admission raises Theta. Stops at the first that does not.
+- `best`: the unconstrained search itself, for drafts that are a function of the text alone, such as prompt lookup's.
 - `budget`: as many as would have been best the round before, by an unconstrained search, so that SPS may have steps; the
   present confidences say which. (The paper takes the confidences of two steps earlier, as its pipeline knows no later ones.)
 
-Both are non-anticipating: whether token j of a request is verified never depends on that token, nor on anything computed
+The other two are non-anticipating: whether token j of a request is verified never depends on that token, nor on anything computed
 from it. a_{r,j} knows the tokens before j only. Early stop decides on (r, j) by what it admitted before and by a_{r,j}; the
 budget is older than all of the tokens. The best Theta of all, by contrast, looks at a_{r,j+1}, which knows token j: where
 that token makes the next one look sure, it is verified, where not, not, and the text no longer has the target's law
@@ -39,7 +40,7 @@ from .target import Target
 from .tree import TokenTree
 from .tree_search import interpolate
 
-RULES = ("early-stop", "budget")
+RULES = ("early-stop", "budget", "best")
 LONGEST = 64
 """Tokens of a chain at most."""
 HOST_SECONDS = 1e-3
@@ -63,7 +64,8 @@ def early_stop(survival: Tensor, seconds: Tensor) -> Tensor:
 
 
 def best_budget(survival: Tensor, seconds: Tensor) -> int:
-    """How many candidates the highest Theta admits; arguments as in `rates`. May steer a later round, never this one."""
+    """How many candidates the highest Theta admits; arguments as in `rates`. May steer a later round; this one only where the
+    draft is a function of the text."""
     return int(rates(survival, seconds).argmax())
 
 
@@ -126,13 +128,17 @@ class Scheduled:
         """
         tree, drafting = draft_seconds(drafter, target, rows=rows)
         check_chain(tree)
-        measured = token_seconds(target, rows=rows, depth=tree.num_nodes - 1)
+        measured = token_seconds(target, rows=rows, depth=drafter.depth)
         seconds = {count: taken + drafting + HOST_SECONDS for count, taken in measured.items()}
         return cls(drafter, seconds=seconds, rule=rule, calibration=calibration)
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self.drafter.taps
+
+    @property
+    def depth(self) -> int:
+        return self.drafter.depth
 
     def start(self, *, rows: int, capacity: int) -> ScheduledState:
         inner = self.drafter.start(rows=rows, capacity=capacity)
@@ -158,6 +164,8 @@ class Scheduled:
         if self.rule == "budget":
             before = state.survival[: len(anchors), : survival.shape[1]]
             chosen = admit(survival, best_budget(before, seconds))
+        elif self.rule == "best":
+            chosen = admit(survival, best_budget(survival, seconds))
         else:
             chosen = early_stop(survival, seconds)
         state.survival[: len(anchors), : survival.shape[1]] = survival

@@ -220,3 +220,10 @@ def test_every_recipe_is_in_papers() -> None:
     assert not [
         file.name for file in (ROOT / "configs" / "recipes").iterdir() if f"`configs/recipes/{file.name}`" not in papers
     ]
+
+
+def test_every_test_that_is_said_to_hold_a_fault_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "tests" / "FAULTS.md").read_text())
+    assert len(named) > 60
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert missing == []

@@ -21,6 +21,7 @@ from ..distill.tokens import Sample
 from ..distill.vocabulary import choose_vocabulary, coverage
 from ..heads import METHODS, Binding, LossSums, Objective, TeacherBatch, TrainedDrafter
 from ..heads.files import check_binding, read_config, read_weights
+from ..infer.clock import Clock
 from ..infer.target import Target
 from . import checkpoint, data, engine
 from .checkpoint import Position
@@ -61,6 +62,9 @@ class Run:
     """Content of run.json."""
     checkpoints: Path
     """Folder of the checkpoints."""
+    clock: Clock
+    """Seconds spent in phase `input`: getting what the target computes on a batch, in this process. It is exact, since what a
+    device still computes of the step before is no waiting for input."""
 
     @property
     def is_main(self) -> bool:
@@ -72,7 +76,7 @@ class Run:
 
     def teach(self, micro: Sequence[int]) -> TeacherBatch:
         """What the target computes on these training rows, as it was when the run began."""
-        with self.joint.off() if self.joint else contextlib.nullcontext():
+        with self.clock.time("input"), self.joint.off() if self.joint else contextlib.nullcontext():
             return self.rows.teach(micro)
 
     def loss(self, out: LossSums, counts: Tensor, batch: Sequence[int], step: int) -> Tensor:
@@ -157,6 +161,7 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
         binding=binding,
         description=description,
         checkpoints=out / CHECKPOINTS,
+        clock=Clock(accelerator.device, exact=True),
     )
 
 

@@ -64,7 +64,7 @@ def train(recipe: Recipe, *, resume: bool) -> TrainResult:
     tracker = Tracker(recipe, run.engine.accelerator, total=run.num_steps, step=at.step, settings=run.description)
     budget = math.inf if recipe.minutes is None else 60 * recipe.minutes
     began, is_asked, saved = time.monotonic() - at.seconds, False, at.step or None
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, tracker:
         while at.step < run.num_steps:
             seconds, is_asked = run.engine.agree(time.monotonic() - began, interrupt.asked)
             at = replace(at, seconds=seconds)
@@ -77,9 +77,8 @@ def train(recipe: Recipe, *, resume: bool) -> TrainResult:
             if bool(counts.any()):
                 totals, norm = take_step(run, batch, counts, step=at.step, lr=lr)
                 tracker.log(at.step, totals.values("train") | {"train/lr": lr, "train/grad_norm": norm})
-                tracker.progress(
-                    at.step, loss=totals.loss, tokens=run.rows.num_tokens(batch), remaining=budget - seconds
-                )
+                tokens, waited = run.rows.num_tokens(batch), run.clock.seconds["input"]
+                tracker.progress(at.step, loss=totals.loss, tokens=tokens, waited=waited, remaining=budget - seconds)
             else:
                 at = replace(at, skipped=at.skipped + 1)
                 tracker.log(at.step, {"train/skipped": at.skipped})

@@ -64,6 +64,7 @@ class Tracker:
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._progress.add_task("train", total=total, completed=step, line="")
         self._progress.start()
+        self._input = ""
 
     def log(self, step: int, values: Values) -> None:
         """One line of metrics.jsonl; its plain numbers go to the other trackers as well."""
@@ -78,13 +79,18 @@ class Tracker:
         tau = values.get("held_out/predicted_tau")
         self._tau = float(tau) if isinstance(tau, int | float) else self._tau
 
-    def progress(self, step: int, *, loss: float, tokens: int, remaining: float) -> None:
-        """The step is done. tokens: read in it by all processes; remaining: seconds of the wall-clock budget."""
+    def progress(self, step: int, *, loss: float, tokens: int, waited: float, remaining: float) -> None:
+        """The step is done. tokens: read in it by all processes; waited: seconds that all steps so far waited for their
+        input in this one; remaining: seconds of the wall-clock budget."""
         if not self._is_main:
             return
         self._tokens += tokens
         spent = time.monotonic() - self._clock
-        _write(self._files[TIMING], {"step": step, "seconds": round(spent, 3), "tokens": self._tokens})
+        self._input = (
+            f"{self._tokens / spent:,.0f} tokens/s, {waited / spent:.1%} of the time spent on getting the batches"
+        )
+        timing = {"step": step, "seconds": round(spent, 3), "waited": round(waited, 3), "tokens": self._tokens}
+        _write(self._files[TIMING], timing)
         left = min(remaining, (self._total - step) * spent / (step - self._begun))
         held_out = "" if self._tau is None else f"  predicted tau {self._tau:.2f}"
         line = f"loss {loss:.4f}{held_out}  {self._tokens / spent:,.0f} tokens/s  {_clock(left)} left"
@@ -104,9 +110,18 @@ class Tracker:
             for file in self._files.values():
                 os.fsync(file.fileno())
 
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        """Whatever ends the run, the terminal gets its cursor back."""
+        self._progress.stop()
+
     def close(self) -> None:
         if not self._is_main:
             return
+        if self._input:
+            self.say(self._input)
         self._progress.stop()
         for file in self._files.values():
             file.close()

@@ -70,7 +70,6 @@ def test_an_uncalibrated_drafter_is_scheduled_too_and_told_so(
     ("arguments", "named"),
     [
         (("--schedule", "late"), "--schedule must be none, early-stop or budget, got 'late'"),
-        (("--drafter", "prompt-lookup", "--schedule", "budget"), "does not say how sure it is"),
         (("--drafter", "lookahead", "--schedule", "budget"), "does not say how sure it is"),
         (("--drafter", "none", "--schedule", "budget"), "does not say how sure it is"),
     ],

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.distill import closed_form
 from draftsmith.distill.closed_form import ForwardKL
+from draftsmith.distill.objectives import ObjectiveConfig, make_objective
 
 
 def rows(count: int = 7, width: int = 33, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -58,3 +60,38 @@ def test_bfloat16_is_compared_in_float32() -> None:
     value.sum().backward()
     assert draft.grad is not None
     assert draft.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("elements", [1, 70, 10**6], ids=["row by row", "two rows", "all rows"])
+@pytest.mark.parametrize("name", ["cross_entropy", "reverse_kl", "jsd", "tvd", "lk"])
+def test_block_by_block_is_all_at_once(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form, "ELEMENTS", elements)
+    objective = make_objective(ObjectiveConfig.model_validate({"mix": {name: 0.7, "forward_kl": 0.2}}))
+    draft, target = rows()
+    labels, weights = torch.arange(7), torch.linspace(-1, 2, 7, dtype=torch.float64)
+    value = objective(draft, labels, target)
+    (gradient,) = torch.autograd.grad((value * weights).sum(), draft)
+    at_once = objective._of_wide(draft, labels, target)
+    (wanted,) = torch.autograd.grad((at_once * weights).sum(), draft)
+    torch.testing.assert_close(value, at_once)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_checkpoint_computes_its_contents_once_more_and_not_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form, "ELEMENTS", 33)
+    objective = make_objective(ObjectiveConfig(name="lk"))
+    draft, target = rows()
+    calls = 0
+
+    def judge(states: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return objective(2 * states, torch.arange(7), target).sum()
+
+    checkpoint(judge, draft, use_reentrant=False).backward()
+    assert calls == 2
+    plain = draft.detach().requires_grad_()
+    objective(2 * plain, torch.arange(7), target).sum().backward()
+    assert draft.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(draft.grad, plain.grad)

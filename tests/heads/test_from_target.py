@@ -59,6 +59,7 @@ def test_public_fields_build_the_transformers_model_of_the_same_shape(tiny_targe
     config = LayeredConfig(method="any", num_layers=2).resolve(tiny_target)
     fields = config.public_fields(tiny_target)
     assert fields["rope_theta"] == fields["rope_parameters"]["rope_theta"] == config.rope_theta
+    assert fields["max_position_embeddings"] == tiny_target.max_length
     model = Qwen3Model(Qwen3Config.from_dict(fields))
     for number, layer in enumerate(model.layers):
         own = BlockLayer(config.shape(tiny_target), layer=number)

@@ -194,6 +194,19 @@ def test_another_target_is_refused_with_what_differs(
         load_drafter(tmp_path, trained.drafter.target)
 
 
+def test_another_chat_template_is_refused(trained: Trained, tiny_target: Target, tmp_path: Path) -> None:
+    """Trained on another spelling of conversations, a drafter is only slower, which nobody would notice."""
+    trained.drafter.save(tmp_path, binding=Binding(tiny_target.fingerprint(), "0123456789abcdef"))
+    with pytest.raises(ValueError, match="chat template: drafter 0123456789abcdef"):
+        load_drafter(tmp_path, tiny_target)
+
+
+def test_no_two_weights_are_one(trained: Trained) -> None:
+    """A list of layers multiplied is one layer many times."""
+    places = [parameter.data_ptr() for parameter in trained.drafter.parameters() if parameter.requires_grad]
+    assert len(places) == len(set(places))
+
+
 @pytest.mark.parametrize("damage", ["truncate", "rename", "nan", "no-config"])
 def test_damaged_checkpoint_is_refused_with_the_reason(
     trained: Trained, tiny_target: Target, tmp_path: Path, damage: str

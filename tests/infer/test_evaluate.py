@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.infer.clock import Clock
 from draftsmith.infer.decode import Engine, Request
 from draftsmith.infer.drafter import NoDraft
-from draftsmith.infer.evaluate import EvalPrompt, evaluate
+from draftsmith.infer.evaluate import EvalPrompt, _Pool, _Side, evaluate
 from draftsmith.infer.request import Stats
 from draftsmith.infer.sampling import Sampling
 from draftsmith.infer.target import Target
@@ -93,3 +95,29 @@ def test_acceptance_is_conditional_and_a_text_that_ends_inside_a_draft_is_no_rej
 def test_nothing_to_evaluate_is_an_error(tiny_target: Target) -> None:
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(tiny_target, NoDraft(), [], max_new_tokens=4)
+
+
+def test_rates_are_all_tokens_over_all_seconds() -> None:
+    """Of a slow short answer and a quick long one, the mean of rates would be 52.5 tokens/s."""
+    pool = _Pool()
+    for tokens, seconds in ((10, 2.0), (100, 1.0)):
+        other = _Pool()
+        other.plain.add(_Side(tokens, 2 * seconds, tokens, {}))
+        other.drafted.add(_Side(tokens, seconds, 5, {"draft": 0.1, "verify": 0.7, "host": 0.2}))
+        pool.add(other)
+    found = pool.report()
+    rates = [found[name] for name in ("tokens_per_s_plain", "tokens_per_s", "speedup")]
+    assert rates == pytest.approx([110 / 6, 110 / 3, 2.0])
+    assert [found[f"ms_{phase}"] for phase in ("draft", "verify", "host")] == pytest.approx([20, 140, 40])
+
+
+def test_each_phase_gets_its_own_time_and_what_is_inside_another_counts_once() -> None:
+    clock = Clock(torch.device("cpu"))
+    with clock.time("host"):
+        time.sleep(0.02)
+        with clock.time("draft"):
+            time.sleep(0.05)
+    assert 0.05 <= clock.seconds["draft"] < 0.5
+    assert 0.02 <= clock.seconds["host"] < clock.seconds["draft"] + 0.4
+    assert clock.total() == pytest.approx(sum(clock.seconds.values()))
+    assert clock.seconds["host"] + clock.seconds["draft"] < 1.0

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.infer import prompt_lookup
 from draftsmith.infer.drafter import Observation
-from draftsmith.infer.prompt_lookup import PromptLookup, SuffixIndex
+from draftsmith.infer.prompt_lookup import PromptLookup, Record, SuffixIndex
 from draftsmith.infer.sampling import Sampling
 
 
@@ -112,6 +112,31 @@ def test_a_round_costs_the_same_after_a_long_text() -> None:
         index.continuation(index.find()[0], 10)
         took.append(time.perf_counter() - began)
     assert min(took) < 2e-3
+
+
+def test_a_record_counts_by_the_length_of_the_match() -> None:
+    record = Record()
+    before = record.confidence(2, 4)
+    assert before == pytest.approx([2 / 5, 3 / 6, 4 / 7, 5 / 8])
+    for _ in range(400):
+        record.note(2, [1, 2, 3, 4], [1, 2, 9, 4])
+    after = record.confidence(2, 4)
+    assert after[:3] == pytest.approx([1, 1, 0], abs=0.02)
+    assert after[3] == before[3], "what comes after a wrong token tells nothing"
+
+
+def test_confidences_follow_what_became_of_drafts_whoever_cut_them() -> None:
+    drafter = PromptLookup(length=3)
+    state = drafter.start(rows=1, capacity=64)
+    text = [1, 2, 3, 4, 1, 2]
+    drafter.observe(state, observation(text))
+    tree = drafter.draft(state, torch.tensor([2]), torch.tensor([5]), Sampling([]))
+    assert tree.confidence is not None
+    assert tree.tokens[0].tolist() == [2, 3, 4, 1]
+    first = tree.confidence[0, 1:].tolist()
+    drafter.observe(state, observation([2, 3], start=5))  # nothing was verified, and the target wrote "3"
+    assert state.record.confidence(2, 1)[0] > first[0]
+    assert state.record.confidence(3, 1)[0] == pytest.approx(first[1]), "the token after it was not put to the test"
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -205,18 +205,30 @@ def test_cutting_keeps_everything_of_the_prefix() -> None:
     assert cut(tree, torch.tensor([0, 0, 0])).num_nodes == 1
 
 
-@pytest.mark.parametrize(
-    ("drafter", "reason"),
-    [
-        (lambda draft, target: PromptLookup(stop_ids=target.eos_ids), "does not say how sure it is"),
-        (lambda draft, target: DraftTree(draft, target, shape=drafting.SHAPE), "does not say how sure it is"),
-    ],
-)
-def test_a_drafter_without_confidence_is_refused(
-    tiny_target: Target, draft: Target, drafter: Callable[[Target, Target], Drafter], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        drafting.decode(tiny_target, watched(drafter(draft, tiny_target), rows=1), [[5, 6, 5, 6, 5, 6]])
+def test_a_drafter_without_confidence_is_refused(tiny_target: Target, draft: Target) -> None:
+    drafter = DraftTree(draft, tiny_target, shape=drafting.SHAPE)
+    with pytest.raises(ValueError, match="does not say how sure it is"):
+        drafting.decode(tiny_target, watched(drafter, rows=1), [[5, 6, 5, 6, 5, 6]])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_prompt_lookup_is_cut_to_what_pays(tiny_target: Target, rows: int) -> None:
+    """Its text is plain decoding's. A random target copies nothing, which is soon noticed; one that runs in a loop is
+    followed to the end of every draft."""
+    ids = drafting.prompts(6, seed=8, vocab_size=tiny_target.vocab_size)
+    lookup = watched(PromptLookup(stop_ids=tiny_target.eos_ids), rows=rows, rule="best")
+    settings = SamplingParams(1.5)
+    plain = drafting.decode(tiny_target, None, ids, sampling=settings)
+    for output, expected in zip(drafting.decode(tiny_target, lookup, ids, sampling=settings, rows=rows), plain):
+        assert output.tokens == expected.tokens
+    late = lookup.lengths[len(lookup.lengths) // 2 :]
+    assert sum(map(sum, late)) < 0.2 * sum(map(len, late)), "it goes on verifying what is never right"
+    loop = watched(PromptLookup(), rows=1, rule="best")
+    state = loop.start(rows=1, capacity=256)
+    text, one, zero = torch.tensor([[7, 8, 9] * 20]), torch.tensor([59]), torch.tensor([0])
+    loop.observe(state, Observation(slice(0, 1), text[:, :-1], one, zero, torch.zeros(1), None, text[:, -1]))
+    tree = loop.draft(state, torch.tensor([9]), torch.tensor([59]), Sampling([SamplingParams()]))
+    assert tree.tokens[0].tolist() == [9, 7, 8, 9, 7, 8, 9, 7, 8], "beyond eight tokens its steps are dearer"
 
 
 def test_the_step_times_of_this_machine_are_measured(tiny_target: Target, draft: Target) -> None:
@@ -226,7 +238,7 @@ def test_the_step_times_of_this_machine_are_measured(tiny_target: Target, draft:
     taken = [scheduled.seconds[count] for count in sorted(scheduled.seconds)]
     assert taken == sorted(taken)
     assert taken[0] > 1e-3, "drafting and the host are part of a step"
-    with pytest.raises(ValueError, match="one of early-stop, budget, got 'late'"):
+    with pytest.raises(ValueError, match="one of early-stop, budget, best, got 'late'"):
         Scheduled(drafter, seconds={1: 1.0}, rule="late")
 
 

