@@ -115,7 +115,8 @@ class Tracker:
 
     def __exit__(self, *fault: object) -> None:
         """Whatever ends the run, the terminal gets its cursor back."""
-        self._progress.stop()
+        if self._is_main:
+            self._progress.stop()
 
     def close(self) -> None:
         if not self._is_main:
