@@ -44,6 +44,27 @@ def rank_accuracy(ranks: Tensor, *, width: int) -> list[list[float]]:
     return table
 
 
+def round_starts(ranks: Tensor) -> Tensor:
+    """(B, T) bool: the rows at which a chain decode of this very text begins its rounds.
+
+    ranks: (B, T, K) int64, as above. Rounds are not spread evenly: one that goes well passes over the rows that were easy, so
+    drafts begin where the text is harder than on average, and what is measured at all rows promises too much. Each run of
+    rows that count is an answer, whose first token comes from reading the prompt.
+    """
+    counted: list[list[bool]] = (ranks[..., 0] >= 0).tolist()
+    leading: list[list[int]] = (ranks == 0).long().cumprod(dim=-1).sum(dim=-1).tolist()
+    starts = torch.zeros(ranks.shape[:2], dtype=torch.bool)
+    for number, (counts, kept) in enumerate(zip(counted, leading)):
+        at = 0
+        while at < len(counts):
+            at += 1
+            if counts[at - 1]:  # the run's first row
+                while at < len(counts) and counts[at]:
+                    starts[number, at] = True
+                    at += kept[at] + 1
+    return starts.to(ranks.device)
+
+
 def grow(accuracy: Accuracy, *, num_nodes: int) -> list[tuple[tuple[int, ...], float]]:
     """The `num_nodes` most valuable paths, best first, each with its probability of being accepted.
 

@@ -135,10 +135,12 @@ def _evaluate(run: Run, tracker: Tracker, step: int) -> dict[str, Any]:
             size=run.recipe.rows_per_forward,
         )
     totals, real = found.totals, decode_held_out(run)
-    tracker.log(step, totals.values("held_out") | real.values("held_out"))
+    walked = {"held_out/walked_tau": found.walked_tau}
+    tracker.log(step, totals.values("held_out") | walked | real.values("held_out"))
     shares = " ".join(f"{share:.3f}" for share in totals.acceptance)
     tracker.say(
-        f"step {step}: held-out loss {totals.loss:.4f}, acceptance {shares}, predicted tau {totals.predicted_tau:.3f}{real}"
+        f"step {step}: held-out loss {totals.loss:.4f}, acceptance {shares}, predicted tau {totals.predicted_tau:.3f}, "
+        f"walked {found.walked_tau:.3f}{real}"
     )
     return found.measured(step) | real.measured()
 

@@ -7,6 +7,7 @@ Teacher-forced and greedy: at each row t that counts, step k is right if its fir
     acceptance@k     of the rows at which steps 1..k-1 were right and step k counts, the share at which it is right
     survival@k       product of acceptance@1..k: how often a draft of length k is accepted whole
     predicted tau    1 + sum_k survival@k: tokens per target forward of a chain draft, bonus token included
+    walked tau       the same over the rows at which a decode of the text would begin its rounds, which are the harder ones
 
 Worked example: 100 rows, 60 right at step 1; step 2 counts at 50 of those (10 stand before the end of an answer) and is
 right at 20. acceptance = .60 .40, survival = .60 .24, predicted tau = 1.84.
@@ -24,7 +25,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..heads import LossSums, Objective, TrainedDrafter
-from ..infer.tree_search import rank_accuracy
+from ..infer.tree_search import rank_accuracy, round_starts
 from .data import Rows, seed_draws
 
 RANKS = 16
@@ -110,7 +111,9 @@ class HeldOut:
 
     totals: Totals
     rank_accuracy: list[list[float]]
-    """(K, RANKS): `infer.tree_search.rank_accuracy`, from which draft trees are built."""
+    """(K, RANKS): `infer.tree_search.rank_accuracy` where rounds begin, from which draft trees are built."""
+    walked_tau: float
+    """1 + mean tokens that a chain draft keeps where rounds begin: what the loop does on these very texts."""
 
     def measured(self, step: int) -> dict[str, Any]:
         """What a checkpoint carries of it (`heads.Binding.measured`)."""
@@ -120,6 +123,7 @@ class HeldOut:
             "loss": totals.loss,
             "acceptance": totals.acceptance,
             "predicted_tau": totals.predicted_tau,
+            "walked_tau": self.walked_tau,
             "rank_accuracy": self.rank_accuracy,
         }
 
@@ -136,11 +140,14 @@ def evaluate(
         teacher = rows.teach(indices)
         seed_draws(*indices)
         tally.add(drafter.loss(teacher, objective), weight=weight)
-        ranks = drafter.ranks(teacher)  # (B, T, K)
-        found.append(ranks[ranks[..., 0] >= 0].cpu() if weight else ranks.new_empty(0, ranks.shape[-1]).cpu())
+        ranks = drafter.ranks(teacher).cpu()  # (B, T, K)
+        found.append(ranks[round_starts(ranks)] if weight else ranks.new_empty(0, ranks.shape[-1]))
     drafter.train()
     everywhere = gather_object([torch.cat(found)])
-    return HeldOut(tally.reduce(accelerator), rank_accuracy(torch.cat(everywhere), width=RANKS))
+    rounds = torch.cat(everywhere)  # (R, K)
+    kept = (rounds == 0).long().cumprod(dim=-1).sum(dim=-1)
+    walked = 1.0 + float(kept.sum()) / max(1, len(kept))
+    return HeldOut(tally.reduce(accelerator), rank_accuracy(rounds, width=RANKS), walked)
 
 
 def _shares(num_rows: int, rank: int, world: int, size: int) -> Iterator[tuple[list[int], int]]:

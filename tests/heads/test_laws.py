@@ -15,6 +15,7 @@ from draftsmith.infer.cost import draft_seconds
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.schedule import Scheduled
 from draftsmith.infer.target import Target
+from draftsmith.infer.tree_search import round_starts
 
 from . import laws
 
@@ -98,6 +99,8 @@ def test_teacher_forced_acceptance_equals_the_loops(trained: Trained, tiny_targe
         start = int((trained.teacher.segments[row] == document + 1).nonzero()[0])
         accepted = walk(ranks[row], start + len(prompt) - 1, start + len(prompt) + len(answer))
         assert (output.stats.rounds, output.stats.accepted) == (len(accepted), sum(accepted))
+        begins = round_starts(ranks)[row, start : start + len(prompt) + len(answer)]
+        assert int(begins.sum()) == len(accepted)
 
 
 def assert_chain(drafter: TrainedDrafter) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.infer.cost import SIZES
 from draftsmith.infer.tree import Topology
-from draftsmith.infer.tree_search import choose_tree, expected_tau, grow, interpolate, rank_accuracy
+from draftsmith.infer.tree_search import choose_tree, expected_tau, grow, interpolate, rank_accuracy, round_starts
 
 
 def random_table(seed: int) -> list[list[float]]:
@@ -81,3 +81,10 @@ def test_interpolation_is_linear_between_measured_sizes() -> None:
 def test_orphan_paths_are_refused() -> None:
     with pytest.raises(ValueError, match="contain each path's prefix"):
         Topology(((0,), (1, 0)))
+
+
+def test_rounds_begin_where_the_one_before_ended() -> None:
+    """Two answers in a row; the first token of each is the prompt's, a round keeps its leading right tokens and one more."""
+    right, wrong, out = [0, 0], [3, 0], [-1, -1]
+    ranks = torch.tensor([[out, right, right, wrong, wrong, wrong, [0, 5], wrong, out, out, wrong, wrong, [0, -1]]])
+    assert round_starts(ranks)[0].nonzero()[:, 0].tolist() == [2, 5, 6, 11, 12]

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from draftsmith.distill.packing import pack
 from draftsmith.heads import METHODS, LossSums
 from draftsmith.infer.target import Target
-from draftsmith.infer.tree_search import rank_accuracy
+from draftsmith.infer.tree_search import rank_accuracy, round_starts
 from draftsmith.train.data import prepare_rows
 from draftsmith.train.metrics import RANKS, Tally, Totals, _shares, evaluate
 
@@ -66,7 +66,10 @@ def test_evaluation_agrees_with_the_ranks_whatever_the_batch_size(method: str, t
         assert [each.totals.reached[step] for each in found] == [int(alive.sum())] * 3
         alive &= right[..., step]
         assert [each.totals.survived[step] for each in found] == [int(alive.sum())] * 3
-    assert found[0].rank_accuracy == found[1].rank_accuracy == rank_accuracy(ranks, width=RANKS)
+    begun = ranks[round_starts(ranks)]
+    assert 0 < len(begun) < int((ranks[..., 0] >= 0).sum())
+    assert found[0].rank_accuracy == found[1].rank_accuracy == rank_accuracy(begun, width=RANKS)
+    assert found[0].walked_tau == pytest.approx(1 + float((begun == 0).long().cumprod(1).sum(1).double().mean()))
     assert found[0].totals.loss == pytest.approx(found[2].totals.loss, rel=1e-5)
     assert drafter.training, "evaluation leaves the drafter in training mode"
 
