@@ -157,6 +157,10 @@ class Scheduled:
         tree = self.drafter.draft(state.inner, anchors, lengths, sampling)
         if tree.num_nodes == 1:
             return tree
+        if self.rule == "best" and tree.probs is not None:
+            raise ValueError(
+                "rule best is for drafts that are a function of the text; drawn ones take early-stop or budget."
+            )
         confidence, valid = check_chain(tree).confidence, tree.valid[:, 1:]
         assert confidence is not None, "check_chain lets no tree pass without"
         survival = self.calibration.of(torch.where(valid, confidence[:, 1:], 0)).cpu()  # (B, K)

@@ -211,6 +211,13 @@ def test_a_drafter_without_confidence_is_refused(tiny_target: Target, draft: Tar
         drafting.decode(tiny_target, watched(drafter, rows=1), [[5, 6, 5, 6, 5, 6]])
 
 
+def test_the_best_rule_is_not_for_drawn_drafts(tiny_target: Target, draft: Target) -> None:
+    """It looks at what the drawn tokens make the next ones look like."""
+    drawn = watched(DraftModel(draft, tiny_target, length=DEPTH, min_confidence=0, is_drawn=True), rows=1, rule="best")
+    with pytest.raises(ValueError, match="drawn ones take early-stop or budget"):
+        drafting.decode(tiny_target, drawn, [[5, 6, 7]], verifier=rejection.token_level)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_prompt_lookup_is_cut_to_what_pays(tiny_target: Target, rows: int) -> None:
     """Its text is plain decoding's. A random target copies nothing, which is soon noticed; one that runs in a loop is
