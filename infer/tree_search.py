@@ -49,7 +49,7 @@ def round_starts(ranks: Tensor) -> Tensor:
 
     ranks: (B, T, K) int64, as above. Rounds are not spread evenly: one that goes well passes over the rows that were easy, so
     drafts begin where the text is harder than on average, and what is measured at all rows promises too much. Each run of
-    rows that count is an answer, whose first token comes from reading the prompt.
+    rows that count is an answer, and its first row, whose anchor the prompt gave, begins a round.
     """
     counted: list[list[bool]] = (ranks[..., 0] >= 0).tolist()
     leading: list[list[int]] = (ranks == 0).long().cumprod(dim=-1).sum(dim=-1).tolist()
@@ -57,11 +57,8 @@ def round_starts(ranks: Tensor) -> Tensor:
     for number, (counts, kept) in enumerate(zip(counted, leading)):
         at = 0
         while at < len(counts):
-            at += 1
-            if counts[at - 1]:  # the run's first row
-                while at < len(counts) and counts[at]:
-                    starts[number, at] = True
-                    at += kept[at] + 1
+            starts[number, at] = counts[at]
+            at += kept[at] + 1 if counts[at] else 1
     return starts.to(ranks.device)
 
 

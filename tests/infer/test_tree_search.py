@@ -84,7 +84,7 @@ def test_orphan_paths_are_refused() -> None:
 
 
 def test_rounds_begin_where_the_one_before_ended() -> None:
-    """Two answers in a row; the first token of each is the prompt's, a round keeps its leading right tokens and one more."""
+    """Two answers in a row; a round keeps its leading right tokens and one more."""
     right, wrong, out = [0, 0], [3, 0], [-1, -1]
     ranks = torch.tensor([[out, right, right, wrong, wrong, wrong, [0, 5], wrong, out, out, wrong, wrong, [0, -1]]])
-    assert round_starts(ranks)[0].nonzero()[:, 0].tolist() == [2, 5, 6, 11, 12]
+    assert round_starts(ranks)[0].nonzero()[:, 0].tolist() == [1, 4, 5, 6, 10, 11, 12]
