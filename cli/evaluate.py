@@ -190,6 +190,8 @@ def table(document: dict[str, Any]) -> Group:
     return Group(counts, "", speeds)
 
 
+MOST_SHOWN = 6
+"""Acceptances in one cell."""
 _COUNTS = ("rounds", "drafted", "accepted", "emitted", "tau", "acceptance@k")
 _SPEEDS = ("plain", "tok/s", "speed-up", "draft", "verify", "host", "identical", "ties")
 
@@ -214,9 +216,12 @@ def _meaning(settings: dict[str, Any]) -> str:
 
 
 def _cells(figures: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
+    shown = [f"{value:.2f}".removeprefix("0") for value in figures["acceptance"]]
+    if len(shown) > MOST_SHOWN:  # the document has them all; a wider line would not fit a terminal
+        shown[MOST_SHOWN - 1 :] = [".."]
     cells = {name: str(figures[name]) for name in ("rounds", "drafted", "accepted", "emitted")} | {
         "tau": f"{figures['tau']:.2f}",
-        "acceptance@k": " ".join(f"{value:.2f}".removeprefix("0") for value in figures["acceptance"]),
+        "acceptance@k": " ".join(shown),
         "plain": f"{figures['tokens_per_s_plain']:.1f}",
         "tok/s": f"{figures['tokens_per_s']:.1f}",
         "speed-up": f"{figures['speedup']:.2f}x",
