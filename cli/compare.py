@@ -143,6 +143,7 @@ def _evaluate(
 
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
+    from ..train.joint import FOLDER
     from ..train.recipe import load_recipe
     from .evaluate import compare, eval_prompts, write_json
 
@@ -150,10 +151,8 @@ def _evaluate(
     if path.is_file():
         return
     recipe = load_recipe(entry.recipe, settings)
-    name = (
-        str(entry.run / "target") if recipe.backbone else recipe.target
-    )  # a target trained too lies beside the drafter
-    target = Target.load(name, dtype=dtype)
+    # A target that was trained too lies beside the drafter.
+    target = Target.load(str(entry.run / FOLDER) if recipe.backbone else recipe.target, dtype=dtype)
     asked = eval_prompts(target, source, split=None if source else "held-out", limit=limit)
     sampling = SamplingParams(temperature=temperature)
     document = compare(

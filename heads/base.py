@@ -188,7 +188,7 @@ class TrainedDrafter(nn.Module, ABC):
 
     @property
     def depth(self) -> int:
-        """Levels that a draft has at most."""
+        """Tokens of the longest chain that it drafts."""
         return self.num_steps
 
     @property

@@ -80,7 +80,7 @@ class Drafter(Protocol):
 
     @property
     def depth(self) -> int:
-        """Levels that a draft has at most, below its root."""
+        """Tokens of the longest chain that it drafts."""
         ...
 
     def start(self, *, rows: int, capacity: int) -> Any:
