@@ -46,7 +46,9 @@ ScheduleRule = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", help="float32 (text identical to plain decoding, to the token), bfloat16 (faster), float16."
+        "--dtype",
+        help="float32 (text identical to plain decoding, to the token), bfloat16, float16; auto: bfloat16 where this machine "
+        "multiplies it, else float32.",
     ),
 ]
 Quantize = Annotated[
@@ -154,7 +156,9 @@ def open_drafter(
         drafter = _own_layer(name, target, quantize=quantize)
     else:
         drafter = make_drafter(name, target, load_trained, draws=shape, quantize=quantize)
-    return drafter if schedule == "none" else _scheduled(drafter, target, rule=schedule, rows=rows, measured=measured)
+    if schedule != "none":
+        return _scheduled(drafter, target, rule=schedule, rows=rows, measured=measured)
+    return _standing_by(drafter, target, rows=rows) if name == "lookahead" else drafter
 
 
 def schedule_for(name: str, asked: str) -> str:
@@ -202,6 +206,20 @@ def _scheduled(drafter: Drafter, target: Target, *, rule: str, rows: int, measur
         source = f"confidences calibrated on {calibration.rounds} rounds at temperature {calibration.temperature:g}"
     print(f"schedule: {rule}, {source}; ms of a step by tokens verified: {times}", file=sys.stderr)
     return scheduled
+
+
+def _standing_by(drafter: Drafter, target: Target, *, rows: int) -> Drafter:
+    """The drafter, silent while it does not pay; says at what tau it does, on stderr."""
+    from ..infer.standby import Standby
+
+    standby = Standby.measure(drafter, target, rows=rows)
+    print(
+        f"lookahead: drafts of {standby.nodes} nodes pay above tau {standby.needs(1):.2f}"
+        + (f" alone and {standby.needs(rows):.2f} with {rows} rows" if rows > 1 else "")
+        + "; rounds are plain while their record is below",
+        file=sys.stderr,
+    )
+    return standby
 
 
 def _sized(drafter: TrainedDrafter, num_nodes: int) -> Drafter:

@@ -27,7 +27,7 @@ def bench(
     prompts: Annotated[int, typer.Option(help="Prompts answered in batches of --rows.", min=1)] = 96,
     rows: Annotated[int, typer.Option("--rows", help="Batch size.", min=1)] = 32,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Limit of each answer.", min=2)] = 256,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     only: Annotated[
         str | None, typer.Option(help="Measure only what has this in its name, such as 'one at a time'.")
     ] = None,
@@ -50,16 +50,16 @@ def bench(
         from .side_by_side import Bench
 
         model = Target.load(target, dtype=dtype)
+        run = Bench(model, target, drafter=drafter, draft=draft, rows=rows, max_new_tokens=max_new_tokens)
         console = Console(highlight=False)
         told = machine(model)
         console.print(
-            f"{target}, {dtype}, on {told['device']} ({told['threads']} threads, {told['processor']}, {told['system']})"
+            f"{target}, {run.dtype}, on {told['device']} ({told['threads']} threads, {told['processor']}, {told['system']})"
         )
         if only is None:
-            title = f"one target forward, {target}, {dtype}, 256 tokens read"
+            title = f"one target forward, {target}, {run.dtype}, 256 tokens read"
             console.print(cost_table(verify_seconds(model), title=title))
         measured = []
-        run = Bench(model, target, drafter=drafter, draft=draft, rows=rows, max_new_tokens=max_new_tokens)
         for case in run.cases(singles=singles, prompts=prompts):
             if only is None or only in case.name:
                 measured.append(case.measure(console.is_terminal))

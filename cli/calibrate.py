@@ -33,7 +33,7 @@ def calibrate(
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 96,
     rows: Rows = 8,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
 ) -> None:
     """Decode prompts, compare what the drafter expected with what was accepted,
     and write one temperature per draft position into its folder.

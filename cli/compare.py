@@ -64,7 +64,7 @@ def compare(
         typer.Option("--set", help="A recipe value for all, like rows_per_step=8.", metavar="KEY=VALUE"),
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
 ) -> None:
     """Train each recipe on the same responses for the same time and print one table.
 

@@ -69,7 +69,7 @@ def evaluate(
     schedule: ScheduleRule = "none",
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
 ) -> None:
     """Decode prompts with and without the drafter and compare them.
 

@@ -76,7 +76,7 @@ def respond(
     tree: Tree = "fit",
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     server: Url = None,
     model: Model = None,
     concurrency: Concurrency = 64,

@@ -83,13 +83,15 @@ class Bench:
 
     def cases(self, *, singles: int, prompts: int) -> Iterator[Case]:
         """Lazily: a case's models are loaded when it is measured."""
+        from ..infer.precision import has_bf16
         from .evaluate import eval_prompts
 
         many = [list(prompt.tokens) for prompt in eval_prompts(self.target, None, split=None, limit=prompts)]
         alone = [[prompt] for prompt in many[:singles]]
         yield Case(f"plain, one at a time, {self.dtype}", alone, self._plain(1), self._stock())
         other = "float32" if self.dtype != "float32" else "bfloat16"
-        yield Case(f"plain, one at a time, {other}", alone, self._plain(1, dtype=other), self._stock(dtype=other))
+        if other != "bfloat16" or has_bf16(self.target.device):
+            yield Case(f"plain, one at a time, {other}", alone, self._plain(1, dtype=other), self._stock(dtype=other))
         batch = [many[: self.rows]]
         yield Case(
             f"plain, batch {self.rows}, {FIXED} tokens", 3 * batch, self._fixed(self.rows), self._stock(fixed=True)

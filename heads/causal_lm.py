@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from ..infer.embedded import resolve
 from ..infer.target import Target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

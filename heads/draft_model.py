@@ -16,12 +16,11 @@ Letters: B packed rows, T positions, K draft steps, P scored positions, D draft 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from ..infer.cache import Packed
 from ..infer.draft_model import DraftModel
@@ -35,6 +34,9 @@ from .next_token import Scored
 from .on_policy import resample
 from .rank_tree import RankTree
 from .vocabulary import DraftVocabulary
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class DraftModelConfig(LMConfig):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PretrainedConfig
 
 from ..infer.draft_model import check_vocabulary
 from ..infer.drafter import Drafter, NoDraft, Observation
@@ -25,7 +24,7 @@ from . import causal_lm
 from .base import Binding, HeadConfig, TeacherBatch, TrainedDrafter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 class LMConfig(HeadConfig):

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from ..infer.draft_model import DraftReader, DraftState
 from ..infer.drafter import Drafter
@@ -36,6 +35,9 @@ from .from_target import mask_token
 from .lm_drafter import LMConfig, LMDrafter, begin
 from .mask_chains import MaskChains
 from .vocabulary import DraftVocabulary
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class PardConfig(LMConfig):

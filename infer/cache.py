@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 
 class Plan(ABC):
@@ -111,11 +110,13 @@ class Decode(Plan):
         return seen.scatter_(2, where, tree)
 
 
-class KVCache(Cache):
-    """Keys and values of up to `rows` rows of up to `capacity` tokens; buffers appear at a layer's first write."""
+class KVCache:
+    """Keys and values of up to `rows` rows of up to `capacity` tokens; buffers appear at a layer's first write.
+
+    What transformers' models ask of a cache, `update` and `get_seq_length`; importing its own base class takes a second.
+    """
 
     def __init__(self, *, rows: int, capacity: int) -> None:
-        super().__init__(layers=[])
         self.rows, self.capacity = rows, capacity
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

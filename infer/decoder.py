@@ -3,7 +3,7 @@
 from draftsmith.heads import load_drafter
 from draftsmith.infer import SpeculativeDecoder, Target
 
-target = Target.load("smollm2-135m", dtype="bfloat16")
+target = Target.load("smollm2-135m", dtype="auto")
 decoder = SpeculativeDecoder(target, load_drafter("runs/demo/train/drafter", target))
 print(decoder.generate("Why is the sky blue?").text)
 

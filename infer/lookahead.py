@@ -139,6 +139,13 @@ class Lookahead:
         if seen.logits is None:
             state[seen.rows] = [Row(text, window=self.window, ngram=self.ngram, guesses=self.guesses) for text in texts]
             return
+        if seen.logits.shape[1] <= len(
+            self._parents
+        ):  # the round was a plain one (standby.py): the window was not read
+            for row, text in zip(state[seen.rows], texts):
+                assert row is not None, "a row was observed before its prompt"
+                row.extend(text[1:])
+            return
         last_level = seen.logits[:, -self.window :].max(dim=-1).indices.tolist()
         for row, text, new in zip(state[seen.rows], texts, last_level):
             assert row is not None, "a row was observed before its prompt"

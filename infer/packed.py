@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .precision import has_bf16
+
 ROWS = 64
 """Rows that the layout is chosen for: at 1 to 128 rows none was faster on the machines tried."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -92,7 +94,7 @@ def is_packable(weight: Tensor) -> bool:
     """Whether packing pays: bfloat16 on a CPU whose oneDNN multiplies it in hardware."""
     is_plain = type(weight) in (Tensor, nn.Parameter)  # not a quantised matrix that calls itself bfloat16
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and is_plain
-    return on_cpu and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return on_cpu and has_bf16(weight.device)
 
 
 def pack(model: nn.Module, *, skip: Collection[str] = (), together: bool = True) -> int:

@@ -13,6 +13,7 @@ from . import embedded, packed, quantized
 from .adapter import changed_target, merge_adapter
 from .fingerprint import weights_hash
 from .layers import decoder_layers
+from .precision import resolve_dtype
 from .quantized import Quantization
 
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load
@@ -38,8 +39,9 @@ def load_pretrained(name: str, *, dtype: str, device: str | None, quantize: str 
 
     Raises ValueError if it cannot be found, loaded or quantised, with the reason.
     """
+    dtype = resolve_dtype(dtype, device)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+        raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if quantize is not None:
         quantized.check_kind(quantize, device)  # before anything large is read

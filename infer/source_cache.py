@@ -27,11 +27,12 @@ from .cache import Decode, KVCache
 NAME = "draftsmith-seq2seq"
 
 
-class SourceCache(KVCache):
+class SourceCache(KVCache, Cache):
     """A KV cache whose rows begin with their source. Where it ends is known to host and device."""
 
     def __init__(self, *, rows: int, capacity: int, device: torch.device) -> None:
-        super().__init__(rows=rows, capacity=capacity)
+        Cache.__init__(self, layers=[])  # transformers pairs two of its own
+        KVCache.__init__(self, rows=rows, capacity=capacity)
         self.sources = [0] * rows
         self.origins = torch.zeros(rows, dtype=torch.int64, device=device)
         """(rows,): slot of decoder position 0, which is the number of source tokens."""

@@ -87,8 +87,8 @@ class Target:
     ) -> Target:
         """The target called `name`: `smollm2-135m` (embedded), a local folder, or a Hugging Face model id.
 
-        dtype: float32, bfloat16 or float16. device: cuda where there is one, else cpu. quantize: int8 or int4 weights (see
-        quantized.py). Raises ValueError if the model cannot be found, loaded or quantised, with the reason.
+        dtype: float32, bfloat16, float16, or auto (precision.py). device: cuda where there is one, else cpu. quantize: int8 or
+        int4 weights (quantized.py). Raises ValueError if the model cannot be found, loaded or quantised, with the reason.
         """
         found = load_pretrained(name, dtype=dtype, device=device, quantize=quantize)
         if found.model.config.is_encoder_decoder:

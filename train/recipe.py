@@ -16,11 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, SerializeAsAny, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializeAsAny,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..distill.feature_codec import Compression
 from ..distill.objectives import ObjectiveConfig
 from ..heads import METHODS, HeadConfig
+from ..infer.precision import AUTO, has_bf16, resolve_dtype
 from .parsing import apply_overrides, explain, read_yaml
 
 if TYPE_CHECKING:
@@ -123,8 +134,8 @@ class Recipe(Section):
 
     target: str
     """`smollm2-135m` (embedded), a local folder, or a Hugging Face model id."""
-    target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the frozen target."""
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Precision of the frozen target; auto: bfloat16 where this machine multiplies it, else float32 (`infer.precision`)."""
     target_sharding: Literal["none", "tensor"] = "none"
     """none: every process holds the whole target. tensor: its layers are split over processes (train/sharded.py), for
     targets that do not fit one device."""
@@ -153,8 +164,8 @@ class Recipe(Section):
     """Packed rows per optimiser step, over all processes: the same recipe is the same training on any number of them."""
     rows_per_forward: int = Field(4, ge=1)
     """At most this many rows in one forward of one process; the number of accumulated micro-steps follows."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute of the drafter: bf16 is autocast over fp32 weights and fp32 gradients."""
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    """Compute of the drafter: bf16 is autocast over fp32 weights and fp32 gradients; auto as for the target."""
     eval_every: int | None = Field(None, ge=1)
     """Steps between held-out evaluations; None evaluates once, at the end."""
     decode_prompts: int = Field(8, ge=0)
@@ -175,6 +186,17 @@ class Recipe(Section):
     trackers: tuple[str, ...] = ()
     """Further trackers: names that accelerate knows (tensorboard, mlflow, trackio, ...), or `module:Class` of one's own
     `accelerate.tracking.GeneralTracker`."""
+
+    @field_validator("target_dtype")
+    @classmethod
+    def _target_dtype_here(cls, name: str) -> str:
+        """The saved recipe says what was computed in, so that a run is not resumed in another precision unnoticed."""
+        return resolve_dtype(name)
+
+    @field_validator("precision")
+    @classmethod
+    def _precision_here(cls, name: str) -> str:
+        return name if name != AUTO else "bf16" if has_bf16() else "fp32"
 
     @model_validator(mode="after")
     def _agrees(self) -> Recipe:
