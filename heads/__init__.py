@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[type[HeadConfig], type[TrainedDrafter]]] = {
 def load_drafter(directory: str | Path, target: Target, *, is_packed: bool = True) -> TrainedDrafter:
     """The trained drafter in `directory`, ready to draft for `target`.
 
-    is_packed: in bfloat16 on a CPU, lay its matrices out for the processor (see infer/packed.py); the numbers are the same.
+    is_packed: on a CPU, lay its matrices out for the processor (see infer/packed.py); the numbers are the same.
     Raises ValueError if the folder is not a drafter's, its tensors do not fit its config, or it was trained for another
     target.
     """

@@ -15,7 +15,7 @@ def num_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers, each counted once: quantised ones as they are stored, packed ones as packed."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    in_layout = sum(module.in_features * module.out_features for module in packed) * torch.bfloat16.itemsize
+    in_layout = sum(module.in_features * module.out_features * module.dtype.itemsize for module in packed)
     return in_layout + sum(_stored(tensor) for tensor in tensors.values())
 
 

@@ -1,10 +1,10 @@
 """Weights laid out once for the CPU's matrix units, instead of at every product.
 
-In bfloat16 on CPU, oneDNN rearranges a weight matrix each time it is used, which for the few rows of a decoding round
-costs more than the product. `pack` lets it rearrange every linear layer of a frozen model once, and those that read the
-same tensor (queries, keys and values; gate and up) as one matrix: small products cost mostly their call. The numbers are
-the same up to rounding; the rearranged matrix replaces the plain one, so memory stays what it was (except for matrices
-that are also embeddings, which keep both forms).
+On a CPU a weight matrix is rearranged each time it is used, which for the few rows of a decoding round costs more than the
+product. `pack` lets oneDNN rearrange every linear layer of a frozen model once, and those that read the same tensor
+(queries, keys and values; gate and up) as one matrix: small products cost mostly their call. The numbers are the same up to
+rounding; the rearranged matrix replaces the plain one, so memory stays what it was (except for matrices that are also
+embeddings, which keep both forms).
 
 Letters: I inputs, O outputs.
 """
@@ -60,13 +60,14 @@ class _Matrix:
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer, (..., I) -> (..., O) bfloat16, with its weight in the layout oneDNN multiplies by."""
+    """A frozen linear layer, (..., I) -> (..., O), with its weight in the layout oneDNN multiplies by."""
 
     def __init__(self, linear: nn.Linear, *, keep_plain: bool = False, matrix: _Matrix | None = None, start: int = 0):
         """matrix: what the layer's weight is a part of, from row `start`; by itself if None."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self.dtype = linear.weight.dtype
         self._plain = linear.weight if keep_plain else None
         self._matrix = matrix or _Matrix([linear])
         self._rows = slice(start, start + self.out_features)
@@ -78,10 +79,19 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Gradients towards the inputs and other dtypes (autocast) go through the plain matrix."""
-        if inputs.dtype != torch.bfloat16 or (torch.is_grad_enabled() and inputs.requires_grad):
+        if inputs.dtype != self.dtype or (torch.is_grad_enabled() and inputs.requires_grad):
             return F.linear(inputs, self.weight, self.bias)
         outputs = self._matrix.product(inputs, self._rows.start)
         return outputs if self._matrix.num_layers == 1 else outputs[..., self._rows]
+
+    def plain(self) -> nn.Linear:
+        """A linear layer of the same numbers; it shares the plain matrix where that is held."""
+        with torch.device("meta"):
+            layer = nn.Linear(self.in_features, self.out_features, bias=False)
+        kept = self._plain
+        layer.weight = kept if isinstance(kept, nn.Parameter) else nn.Parameter(self.weight, requires_grad=False)
+        layer.bias = self.bias
+        return layer
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As a linear layer has it: `weight`, then `bias` if there is one."""
@@ -91,10 +101,11 @@ class PackedLinear(nn.Module):
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether packing pays: bfloat16 on a CPU whose oneDNN multiplies it in hardware."""
+    """Whether packing pays: on a CPU, in the precision that it is faster at."""
     is_plain = type(weight) in (Tensor, nn.Parameter)  # not a quantised matrix that calls itself bfloat16
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and is_plain
-    return on_cpu and has_bf16(weight.device)
+    if weight.device.type != "cpu" or not is_plain or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == (torch.bfloat16 if has_bf16("cpu") else torch.float32)
 
 
 def pack(model: nn.Module, *, skip: Collection[str] = (), together: bool = True) -> int:
@@ -118,6 +129,14 @@ def pack(model: nn.Module, *, skip: Collection[str] = (), together: bool = True)
         for name, child in found.items():
             setattr(parent, name, PackedLinear(child, keep_plain=owners[id(child.weight)] > 1))
     return count
+
+
+def unpack(model: nn.Module) -> None:
+    """Undo `pack` in place, for what needs plain linear layers, such as adapters."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PackedLinear):
+                setattr(parent, name, child.plain())
 
 
 def _fit(found: dict[str, nn.Linear], names: tuple[str, ...]) -> bool:

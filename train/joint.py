@@ -33,6 +33,7 @@ from ..heads import LossSums, Objective, TeacherBatch, TrainedDrafter
 from ..infer.adapter import CONFIG, INSTALL, WEIGHTS, mark
 from ..infer.cache import Packed
 from ..infer.layers import Tapping
+from ..infer.packed import unpack
 from ..infer.target import Target
 from .recipe import Backbone
 
@@ -153,12 +154,12 @@ def _adapt(target: Target, settings: Backbone) -> LoraConfig:
         raise ValueError(f"backbone trains LoRA adapters, and {INSTALL}") from error
     wanted: Any = settings.modules if isinstance(settings.modules, str) else list(settings.modules)
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=wanted, task_type="CAUSAL_LM")
+    unpack(target.model)
     try:
         inject_adapter_in_model(config, target.model)
     except ValueError as error:
         raise ValueError(
-            f"backbone.modules {settings.modules}: {error} Name linear layers of the target, or set it to all-linear. (On CPU "
-            "the target has to be in float32: in bfloat16 its layers are packed.)"
+            f"backbone.modules {settings.modules}: {error} Name linear layers of the target, or set it to all-linear."
         ) from error
     for parameter in target.model.parameters():
         if parameter.requires_grad:

@@ -81,6 +81,12 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_SMALL)),
     "gpt2": _gpt2,
     "gpt-neox": _gpt_neox,
+    "granite, whose logits are divided": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_SMALL, logits_scaling=3.0)),
+    "cohere2, whose logits are multiplied": lambda: hf.Cohere2ForCausalLM(
+        hf.Cohere2Config(**_SMALL, logit_scale=0.3, sliding_window=8)
+    ),
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_SMALL)),
+    "smollm3, some of whose layers have no positions": lambda: hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**_SMALL)),
     "mixtral": lambda: _moe("mixtral"),
     "qwen3-moe": lambda: _moe("qwen3-moe"),
 }
