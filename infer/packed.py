@@ -79,7 +79,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Gradients towards the inputs and other dtypes (autocast) go through the plain matrix."""
-        if inputs.dtype != self.dtype or (torch.is_grad_enabled() and inputs.requires_grad):
+        is_cast = inputs.dtype != self.dtype or (torch.is_autocast_enabled("cpu") and self.dtype == torch.float32)
+        if is_cast or (torch.is_grad_enabled() and inputs.requires_grad):
             return F.linear(inputs, self.weight, self.bias)
         outputs = self._matrix.product(inputs, self._rows.start)
         return outputs if self._matrix.num_layers == 1 else outputs[..., self._rows]

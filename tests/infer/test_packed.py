@@ -53,7 +53,7 @@ def test_gradients_reach_the_inputs_and_autocast_works() -> None:
     assert given.grad is not None
     assert torch.equal(given.grad, expected.grad)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(inputs(5).float()), plain(inputs(5).float()), rtol=2**-7, atol=2**-7)
+        assert torch.equal(layer(inputs(5).float()), plain(inputs(5).float()))
 
 
 class Sides(nn.Module):
