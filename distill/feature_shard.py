@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from .feature_codec import Compression, Stored, encode
@@ -42,8 +42,8 @@ def write_shard(
 ) -> None:
     """Write the shard atomically: `parts` are whole tensors (P, M, D), `lengths` the rows' numbers of positions.
 
-    The temporary file is named after the shard, so the next attempt replaces what a kill left of it. Raises OSError if
-    the disk refuses.
+    The temporary file is named after the shard, so the next attempt replaces what a kill left of it (safetensors' own
+    `save_file` leaves a file of a name drawn at random). Raises OSError if the disk refuses.
     """
     assert all(len(part) == sum(lengths) for part in parts.values()), "a part does not hold every position"
     tensors = {
@@ -54,12 +54,8 @@ def write_shard(
     tensors["checksums"] = torch.tensor(sums, dtype=torch.int64)
     scratch = path.with_name(f".writing-{path.name}")
     try:
-        save_file(tensors, scratch, metadata={IDENTITY: identity})
-        _open_to_others(scratch)
+        scratch.write_bytes(save(tensors, metadata={IDENTITY: identity}))
         os.replace(scratch, path)
-    except SafetensorError as error:  # its own class for what the system reported
-        scratch.unlink(missing_ok=True)
-        raise OSError(str(error)) from error
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
@@ -93,13 +89,6 @@ class Shard:
             part, kind = name.split(".")
             row.setdefault(part, {})[kind] = tensor
         return row
-
-
-def _open_to_others(path: Path) -> None:
-    """Permissions as of any new file: safetensors gives its files to their owner alone, and a cache may be shared."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ..infer.target import Target
@@ -47,9 +47,9 @@ def save_drafter(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        _replace(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        _replace(directory / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
-    except (OSError, SafetensorError) as error:
+        _replace(directory / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        _replace(directory / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+    except OSError as error:
         raise ValueError(
             f"the drafter could not be saved to {directory}: {error}. Free some disk space or choose another folder; "
             "files of an earlier save are untouched."
@@ -88,7 +88,7 @@ def note_measured(directory: Path, name: str, value: Any) -> None:
     config = json.loads(file.read_text())
     config.get(OWN, config)["binding"].setdefault("measured", {})[name] = value
     try:
-        _replace(file, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+        _replace(file, (json.dumps(config, indent=2) + "\n").encode())
     except OSError as error:
         raise ValueError(f"{file} could not be written: {error}. It is as it was.") from error
 
@@ -139,12 +139,14 @@ def check_binding(binding: Binding, target: Target, directory: Path) -> None:
         )
 
 
-def _replace(path: Path, write: Any) -> None:
-    """Write under a temporary name in the same folder, flush to disk, then rename over `path`."""
-    work = path.with_name(f".{path.name}.{os.getpid()}")
+def _replace(path: Path, content: bytes) -> None:
+    """Write under a temporary name in the same folder, flush to disk, then rename over `path`; the next save replaces what a
+    kill leaves of it."""
+    work = path.with_name(f".writing-{path.name}")
     try:
-        write(work)
-        with work.open("rb") as stream:
+        with work.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
             os.fsync(stream.fileno())
         work.replace(path)
     finally:
