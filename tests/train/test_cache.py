@@ -157,10 +157,11 @@ def test_killed_while_building_or_training_and_resumed_is_bit_identical(
     assert process.exitcode == 0, log.read_text()
     for name in (WEIGHTS, METRICS):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
-    assert sorted(path.name for path in shards.iterdir()) == sorted(
-        path.name for path in (whole / "features" / "train").iterdir()
-    ), "kills leave nothing behind"
-    agree(whole, broken)
+    built, wanted = (
+        {path.name: path.read_bytes() for path in (out / "features" / "train").iterdir()} for out in (broken, whole)
+    )
+    assert sorted(built) == sorted(wanted), "kills leave nothing behind"
+    assert [name for name in wanted if built[name] != wanted[name]] == []
     report = cache(recipe)
     assert (report.train.damaged, report.train.written) == (0, 0), "every byte is one that was written"
 
