@@ -30,7 +30,7 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "name"), [(SHARD, "shard-00000.safetensors"), (DRAFTER, "model.safetensors")])
 def test_a_kill_leaves_one_file_at_most(code: str, name: str, tmp_path: Path) -> None:
-    for pause in (0.0, 0.03, 0.11):
+    for pause in (0.0, 0.03, 0.11):  # seconds after the first file of the run is seen
         with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as process:
             ends = time.monotonic() + 120
             before = sorted(tmp_path.iterdir())

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from draftsmith.distill.feature_manifest import Manifest
 from draftsmith.heads import METHODS
@@ -34,23 +32,6 @@ def on_disk(content: Content, out: Path, **settings: object) -> Content:
 
 def run(content: Content) -> Path:
     return train(parse_recipe(content, source="test"), resume=False).out
-
-
-def agree(one: Path, two: Path) -> None:
-    """Two runs have the same shards. Another process may round its last bit differently, which a code at the edge of
-    two values turns into one step."""
-    shards = [{path.name: load_file(path) for path in out.rglob("shard-*")} for out in (one, two)]
-    assert shards[0].keys() == shards[1].keys()
-    for name, wanted in shards[0].items():
-        found = shards[1][name]
-        assert wanted.keys() == found.keys(), name
-        for key in wanted.keys() - {"checksums"}:
-            gap = (wanted[key].double() - found[key].double()).abs()
-            if wanted[key].dtype == torch.int8:
-                assert gap.max() <= 1, (name, key)
-                assert gap.mean() < 1e-3, (name, key)
-            else:
-                assert torch.allclose(wanted[key], found[key], rtol=1e-5), (name, key)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -183,4 +164,6 @@ def test_the_processes_of_a_launch_build_together_and_follow_one(
     for line, wanted in zip(read_lines(tmp_path / "two" / METRICS), read_lines(one / METRICS), strict=True):
         for name, value in wanted.items():
             assert line[name] == (pytest.approx(value, rel=1e-5, abs=1e-9) if isinstance(value, float) else value), name
-    agree(tmp_path / "one", tmp_path / "two")
+    shards = [{path.name: path.read_bytes() for path in out.rglob("shard-*")} for out in (one, tmp_path / "two")]
+    assert sorted(shards[0]) == sorted(shards[1])
+    assert [name for name in shards[0] if shards[0][name] != shards[1][name]] == []
