@@ -41,4 +41,4 @@ class Clock:
 
     def _sync(self) -> None:
         if self.exact and self._is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()

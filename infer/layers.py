@@ -6,6 +6,7 @@ layer, and the last layer's tap is taken before the final norm.
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tapping:
-    """Collects the outputs of some layers during one forward."""
+    """Collects the outputs of some layers during one forward of this thread; another one may run the same layers."""
 
     def __init__(self, layers: nn.ModuleList, taps: tuple[int, ...]) -> None:
         if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] < len(layers)):
@@ -26,11 +27,13 @@ class Tapping:
         self.outputs: list[Tensor] = []
 
     def __enter__(self) -> Tapping:
+        self._thread = get_ident()
         self._handles = [module.register_forward_hook(self._keep) for module in self._modules]
         return self
 
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs.append(output[0] if isinstance(output, tuple) else output)
+        if get_ident() == self._thread:
+            self.outputs.append(output[0] if isinstance(output, tuple) else output)
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:

@@ -8,12 +8,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..distill.ahead import Ahead
 from ..distill.features import Online
 from ..distill.objectives import make_objective
 from ..distill.packing import packing_efficiency
@@ -70,14 +72,21 @@ class Run:
     def is_main(self) -> bool:
         return self.engine.rank == 0
 
+    @cached_property
+    def ahead(self) -> Ahead | None:
+        """Reads the rows of the next micro-step meanwhile, where the device allows."""
+        target = self.drafter.target
+        return Ahead(self.rows.source, target.device) if reads_ahead(target, self.joint) else None
+
     def share(self, batch: Sequence[int]) -> list[list[int]]:
         """This process' micro-batches of a global batch; equally many in every process."""
         return data.share(batch, rank=self.engine.rank, world=self.engine.world, most=self.recipe.rows_per_forward)
 
-    def teach(self, micro: Sequence[int]) -> TeacherBatch:
-        """What the target computes on these training rows, as it was when the run began."""
+    def teach(self, micro: Sequence[int], then: Sequence[int] | None = None) -> TeacherBatch:
+        """What the target computes on these training rows, as it was when the run began. then: the rows that are asked for
+        next, if they are known."""
         with self.clock.time("input"), self.joint.off() if self.joint else contextlib.nullcontext():
-            return self.rows.teach(micro)
+            return self.ahead.batch(micro, then) if self.ahead else self.rows.teach(micro)
 
     def loss(self, out: LossSums, counts: Tensor, batch: Sequence[int], step: int) -> Tensor:
         """A micro-step's share of the loss of `step` (1-based). counts: (K,), of the global batch."""
@@ -163,6 +172,11 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
         checkpoints=out / CHECKPOINTS,
         clock=Clock(accelerator.device, exact=True),
     )
+
+
+def reads_ahead(target: Target, joint: Joint | None) -> bool:
+    """Whether the next rows are read during the step: on CUDA, by a whole target that nobody changes meanwhile."""
+    return target.device.type == "cuda" and joint is None and not isinstance(target, ShardedTarget)
 
 
 def _size(module: nn.Module) -> int:

@@ -101,8 +101,10 @@ def take_step(run: Run, batch: Sequence[int], counts: Tensor, *, step: int, lr: 
     accelerator, model, tally = run.engine.accelerator, run.model, Tally()
     for group in run.optimiser.param_groups:
         group["lr"] = lr * group["lr_share"]
-    for micro in run.share(batch):
-        teacher = run.teach(micro)
+    mine = run.share(batch)
+    after = run.share(run.stream.batch(step))[0] if step < run.num_steps else None
+    for micro, then in zip(mine, [*mine[1:], after]):
+        teacher = run.teach(micro, then)
         seed_draws(run.recipe.seed, step, *micro)
         with accelerator.accumulate(model):  # gradients are exchanged in the last micro-step only
             with run.autocast():

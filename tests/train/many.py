@@ -5,9 +5,11 @@ accelerate launch ... -m tests.train.many RECIPE RECIPE ... [a.b=c ...]
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from accelerate.state import AcceleratorState, PartialState
+from torch import distributed
 
 from draftsmith.train import run
 
@@ -19,6 +21,9 @@ def main() -> None:
     for recipe in recipes:
         run(recipe, sys.argv[1 + len(recipes) :])
         AcceleratorState._reset_state()  # DeepSpeed's configuration is read anew
+        gc.collect()  # what a run leaves behind goes at the same place in every process
+        distributed.barrier()
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from draftsmith.distill.tokens import load_samples
 from draftsmith.heads import load_drafter
 from draftsmith.heads.files import read_config
 from draftsmith.infer.target import Target
-from draftsmith.train import engine
+from draftsmith.train import assembly, engine
 from draftsmith.train.assembly import assemble
 from draftsmith.train.data import load_rows, prepare_rows, share
 from draftsmith.train.loop import TrainResult, take_step, train
@@ -68,6 +68,29 @@ def test_gradient_is_that_of_the_global_mean(content: Content) -> None:
     totals, norm = take_step(run, batch, run.rows.counts[batch].sum(dim=0), step=1, lr=1e-9)
     assert totals.loss == pytest.approx(loss.item(), rel=1e-6)
     assert norm == pytest.approx(torch.cat([gradient.flatten() for gradient in expected]).norm().item(), rel=1e-5)
+
+
+def test_reading_ahead_trains_the_same_weights(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the next rows are read during the step; here too, to see that it is the same training."""
+    plain = train(recipe_of(content, rows_per_forward=1, eval_every=2, out=str(tmp_path / "plain")), resume=False)
+    monkeypatch.setattr(assembly, "reads_ahead", lambda target, joint: True)
+    ahead = train(recipe_of(content, rows_per_forward=1, eval_every=2, out=str(tmp_path / "ahead")), resume=False)
+    assert losses_of(plain) == losses_of(ahead)
+    for name, tensor in weights_of(plain).items():
+        assert torch.equal(weights_of(ahead)[name], tensor)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_rows_that_are_read_ahead_are_those_of_the_source(content: Content) -> None:
+    run = assemble(recipe_of(content, rows_per_forward=1), resume=False)
+    assert run.ahead is not None
+    batches = run.share(run.stream.batch(0))
+    for micro, then in zip(batches, [*batches[1:], None]):
+        found, wanted = run.teach(micro, then), run.rows.teach(micro)
+        torch.testing.assert_close(found.hidden, wanted.hidden)
+        torch.testing.assert_close(found.features, wanted.features)
 
 
 def test_only_the_drafter_is_trained(content: Content) -> None:
