@@ -66,7 +66,8 @@ def compare(
     max_new_tokens: MaxNewTokens = 128,
     dtype: Dtype = "auto",
 ) -> None:
-    """Train each recipe on the same responses for the same time and print one table.
+    """Train each recipe on the same responses for the same time; print one table, and
+    held-out tau against data and time as each was trained (--set eval_every=50).
 
     Measured at temperature 0 and 1 with the tree that is fastest here. What is done
     already in --out is kept, so the command goes on after an interruption.
@@ -90,6 +91,7 @@ def compare(
         lines = [_line(entry) for entry in entries]
         write_json({"responses": str(responses), "minutes": minutes, "recipes": lines}, out / "compare.json")
         Console().print(table(lines))
+        Console().print(curves(lines))
         print(f"written to {out / 'compare.json'}")
 
 
@@ -188,7 +190,27 @@ def _line(entry: Entry) -> dict[str, Any]:
         "near_ties": totals[0]["near_ties"],
         "prompts": totals[0]["prompts"],
         "peak_bytes": memory.get("peak_bytes"),
+        "curve": _curve(entry.run),
     }
+
+
+def _curve(run: Path) -> list[dict[str, float]]:
+    """Step, tokens and seconds of training, and predicted tau, at each held-out evaluation."""
+    timing, metrics = (
+        [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("timing.jsonl", "metrics.jsonl")
+    )
+    spent = {line["step"]: (line["tokens"], line["seconds"]) for line in timing}
+    return [
+        {
+            "step": line["step"],
+            "tokens": spent[line["step"]][0],
+            "seconds": spent[line["step"]][1],
+            "predicted_tau": tau,
+        }
+        for line in metrics
+        if (tau := line.get("held_out/predicted_tau")) is not None and line["step"] in spent
+    ]
 
 
 def _count_weights(drafter: Path) -> int:
@@ -234,4 +256,26 @@ def table(lines: Sequence[dict[str, Any]]) -> Table:
             f"{line['speedup']:.2f}x",
             "" if peak is None else f"{peak / 2**30:.1f}",
         )
+    return shown
+
+
+def curves(lines: Sequence[dict[str, Any]], *, most: int = 6) -> Table:
+    """Held-out tau of each recipe against the tokens and minutes it was trained on, at `most` evaluations at most."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE, pad_edge=False, title="tau after thousands of tokens (minutes)", title_justify="left")
+    count = max((min(len(line["curve"]), most) for line in lines), default=0)
+    for name in ("recipe", *[""] * count):
+        shown.add_column(name, justify="left" if name else "right")
+    for line in lines:
+        curve = line["curve"]
+        picked = [
+            curve[-1 - round(place * (len(curve) - 1) / max(count - 1, 1))] for place in range(min(count, len(curve)))
+        ]
+        points = [
+            f"{point['predicted_tau']:.2f} {point['tokens'] / 1e3:.0f}k ({point['seconds'] / 60:.1f})"
+            for point in reversed(picked)
+        ]
+        shown.add_row(Path(line["recipe"]).stem, *points)
     return shown

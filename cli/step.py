@@ -5,6 +5,7 @@ Random tokens and features of the recipe's shapes: what is timed is forward, bac
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import sys
@@ -41,6 +42,8 @@ class Cost:
     """Floating operations per second of one large product of that precision, alone."""
     peak_bytes: int
     """Main memory of the whole process; on a GPU, device memory."""
+    own_bytes: int
+    """Of it, what came on top of what was there before the first step: libraries, target and drafter."""
 
     @property
     def seconds(self) -> float:
@@ -74,7 +77,8 @@ def step(
         print(
             f"{cost.tokens / cost.seconds:,.0f} tokens/s (best step {cost.tokens / cost.best:,.0f}), {cost.tokens} tokens per step\n"
             f"forward {cost.forward:.3f} s, backward {cost.backward:.3f} s, update {cost.update:.3f} s\n"
-            f"peak memory {cost.peak_bytes / 2**30:.2f} GiB\n"
+            f"peak memory {cost.peak_bytes / 2**30:.2f} GiB, {cost.own_bytes / 2**30:.2f} GiB of it the step's own, beside "
+            "libraries, the whole target and the drafter\n"
             f"matrix products: {cost.floating_operations / 1e9:.0f} GFLOP, {cost.floor:.3f} s at the {cost.product_rate / 1e9:.0f} GFLOP/s "
             f"of one large product; the step takes {cost.seconds / cost.floor:.2f} times that"
         )
@@ -110,6 +114,7 @@ def measure(recipe: Recipe, *, steps: int, threads: int | None) -> Cost:
         optimiser.zero_grad()
         return forward - began, backward - forward, _now(target) - backward
 
+    before = _begin_peak(target)
     with FlopCounterMode(display=False) as counter:
         once()
     once()
@@ -118,7 +123,8 @@ def measure(recipe: Recipe, *, steps: int, threads: int | None) -> Cost:
     rate = _product_rate(target, torch.bfloat16 if is_low else torch.float32)
     best = min(sum(times) for times in found)
     work = counter.get_total_flops()
-    return Cost(teacher.tokens.numel(), forward, backward, update, best, work, rate, _peak(target))
+    peak = _peak(target)
+    return Cost(teacher.tokens.numel(), forward, backward, update, best, work, rate, peak, peak - before)
 
 
 def _random_work(recipe: Recipe, target: Target) -> tuple[TrainedDrafter, TeacherBatch]:
@@ -167,6 +173,15 @@ def _product_rate(target: Target, dtype: torch.dtype) -> float:
     return 2 * 1024 * 2048 * 4096 / min(taken)
 
 
+def _status(name: str) -> int:
+    """Bytes of an entry of Linux' /proc/self/status; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
 def _now(target: Target) -> float:
     import torch
 
@@ -175,9 +190,23 @@ def _now(target: Target) -> float:
     return time.perf_counter()
 
 
+def _begin_peak(target: Target) -> int:
+    """Bytes in use now, from where the peak is counted anew where the system can."""
+    import torch
+
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS") or _peak(target)
+
+
 def _peak(target: Target) -> int:
     import torch
 
     if target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -95,16 +95,20 @@ class Divergence:
         self.uses_target = set(self.terms) != {"cross_entropy"}
         self._is_plain_kl = self.terms == {"forward_kl": 1.0} and self.temperature == 1.0 and self.top_k is None
 
-    def __call__(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
-        """draft_logits (R, W), labels (R,) int64 draft ids, target_logits (R, W) -> (R,)."""
+    def __call__(
+        self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None, which: Tensor | None = None
+    ) -> Tensor:
+        """draft_logits (R, W), labels (R,) int64 draft ids, target_logits (U, W), which (R,) int64 -> (R,)."""
         if self.uses_target:
             assert target_logits is not None, f"objective {list(self.terms)} needs the target's logits"
             if self._is_plain_kl:
-                return ForwardKL.apply(draft_logits, target_logits.detach())  # type: ignore[no-untyped-call,no-any-return]
+                return ForwardKL.apply(draft_logits, target_logits.detach(), which)  # type: ignore[no-untyped-call,no-any-return]
             target_logits = target_logits.detach()
         if torch.is_grad_enabled() and draft_logits.requires_grad:
-            given = draft_logits, labels, target_logits, self._of_wide
+            given = draft_logits, labels, target_logits, which, self._of_wide
             return Blockwise.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
+        if target_logits is not None and which is not None:
+            target_logits = target_logits[which]
         return self._of_wide(_wide(draft_logits), labels, None if target_logits is None else _wide(target_logits))
 
     def _of_wide(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:

@@ -105,11 +105,14 @@ class Objective(Protocol):
     uses_target: bool
     """Whether `target_logits` is needed (else it may be None and nothing is computed for it)."""
 
-    def __call__(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
+    def __call__(
+        self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None, which: Tensor | None = None
+    ) -> Tensor:
         """Divergence per row, float32 (R,).
 
         draft_logits: (R, W) over the draft vocabulary; labels: (R,) int64 indices *into the draft vocabulary*;
-        target_logits: (R, W) the target's logits restricted to the same vocabulary.
+        target_logits: (U, W) the target's logits restricted to the same vocabulary; which: (R,) int64, the one of them that
+        each row is compared with. None: U = R, each with its own.
         """
         ...
 

@@ -14,21 +14,19 @@ chunk that count, U tokens they propose, V vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .at_once import AtOnce, Judged
 from .base import LossSums, Objective, TeacherBatch
 from .compare import Drafts, Logits
 from .position_weights import PositionWeights
 from .vocabulary import DraftVocabulary
-
-Judged = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class BlockLoss:
 
         `counts` are those of these anchors. A token outside the draft vocabulary has no divergence but counts.
         """
-        parts = list(drafts.chunks())
+        parts = list(drafts.chunks(self.vocabulary.size))
         sizes = [len(part.rows) for part in parts]
         sure: Sequence[Tensor | None] = [None] * len(parts) if confidence is None else confidence.split(sizes, dim=1)
         found = []
@@ -60,7 +58,7 @@ class BlockLoss:
                 return self._judge(part.rows, states, part.counted, factor, logits)
 
             if self.is_frozen and torch.is_grad_enabled():
-                found.append(_AtOnce.apply(judge, part.states, logits))  # type: ignore[no-untyped-call]
+                found.append(AtOnce.apply(judge, part.states, logits))  # type: ignore[no-untyped-call]
             else:
                 found.append(checkpoint(judge, part.states, logits, use_reentrant=False, preserve_rng_state=False))
         losses, right, errors = zip(*found)
@@ -88,8 +86,13 @@ class BlockLoss:
         proposed = rows[which] + steps + 2  # flat indices of the tokens t+2+k
         labels, known = self.vocabulary.labels(self.teacher.tokens.flatten()[proposed])
         is_exact = confidence is not None or self.positions.reads_target
-        target = self._target(proposed - 1, is_exact=is_exact) if is_exact or self.objective.uses_target else None
-        losses = self.objective(draft, labels, target) * known
+        target = scored = None
+        if is_exact or self.objective.uses_target:
+            scoring, scored = (proposed - 1).unique(return_inverse=True)  # (U,)
+            target = self._target(scoring, is_exact=is_exact)  # (U, W)
+        losses = self.objective(draft, labels, target, scored) * known
+        if is_exact and target is not None:
+            target = target[scored]  # (P, W)
         errors = losses.new_zeros(2)
         if confidence is not None:
             assert target is not None, "a confidence is compared with the target's distribution"
@@ -109,37 +112,13 @@ class BlockLoss:
         return losses.new_zeros(len(states)).index_add(0, steps, losses), right, errors
 
     def _target(self, scoring: Tensor, *, is_exact: bool) -> Tensor:
-        """The target's logits (P, W) at the tokens `scoring` (P,), flat indices; log-probabilities if `is_exact`, of the
+        """The target's logits (U, W) at the tokens `scoring` (U,), flat indices; log-probabilities if `is_exact`, of the
         whole vocabulary even where the draft's is reduced."""
-        tokens, index = scoring.unique(return_inverse=True)  # (U,)
-        hidden = self.teacher.hidden.flatten(0, 1)[tokens]
+        hidden = self.teacher.hidden.flatten(0, 1)[scoring]
         if not is_exact:
-            return self.teacher.logits(hidden, self.vocabulary.token_map)[index]
+            return self.teacher.logits(hidden, self.vocabulary.token_map)
         whole = self.teacher.logits(hidden).float().log_softmax(dim=-1)  # (U, V)
-        return (whole if self.vocabulary.token_map is None else whole[:, self.vocabulary.token_map])[index]
-
-
-class _AtOnce(torch.autograd.Function):
-    """Losses (S,) of states (S, R, D) and confidences (S, R), whose gradients are taken in the forward pass. A state takes
-    part in the loss of its own slot only, so the gradient of that loss scales it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, judge: Callable[[Tensor, Tensor | None], Judged], states: Tensor, confidence: Tensor | None
-    ) -> Judged:
-        learned = [part.detach().requires_grad_() for part in (states, confidence) if part is not None]
-        with torch.enable_grad():
-            losses, right, errors = judge(*learned, *[None] * (2 - len(learned)))
-            gradients = torch.autograd.grad(losses.sum(), learned)
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(right, errors)
-        return losses.detach(), right, errors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        states, *confidence = ctx.saved_tensors
-        scaled = [states * grads[0][:, None, None].to(states.dtype), *(part * grads[0][:, None] for part in confidence)]
-        return None, *scaled, *[None] * (2 - len(scaled))
+        return whole if self.vocabulary.token_map is None else whole[:, self.vocabulary.token_map]
 
 
 def count_steps(teacher: TeacherBatch, num_steps: int) -> Tensor:

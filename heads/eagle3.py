@@ -34,7 +34,7 @@ from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import DynamicTree, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .compare import Drafts, find_ranks, loss_sums
-from .from_target import layer_fields, projected_embedding
+from .from_target import layer_fields, own_shape, projected_embedding, special_tokens
 from .layers import DecoderLayer, FusedLayer, LayerShape, Memory, RMSNorm, Rotation
 from .offsets import keep_as_offsets
 from .own_cache import OwnCache
@@ -75,6 +75,8 @@ class Eagle3Config(HeadConfig):
     """Whether the concatenated taps are normalised before `fc`."""
     draft_vocab_size: int | None = Field(None, ge=1)
     """W: size of a reduced draft vocabulary; None proposes from all of the target's tokens."""
+    train_head: bool = True
+    """False: `lm_head` stays the target's rows (speculators' way), a quarter less arithmetic; of the target's width only."""
     tree: tuple[tuple[int, ...], ...] | None = None
     """Rank paths of a static draft tree (see infer.tree.Topology); None and no dynamic_tree draft the top-1 chain."""
     dynamic_tree: DynamicTree | None = None
@@ -90,41 +92,40 @@ class Eagle3Config(HeadConfig):
 
     def resolve(self, target: Target) -> Eagle3Config:
         """The config with every None that the target decides replaced by its value. Raises ValueError if it cannot be."""
-        found, layers = target.text_config.to_dict(), target.num_layers
-        heads = self.num_heads or found["num_attention_heads"]
+        own, layers = own_shape(target, eps=self.rms_norm_eps, heads=self.num_heads), target.num_layers
         default = (1, layers // 2 - 1, layers - 4) if layers >= 7 else tuple(sorted({0, (layers - 1) // 2, layers - 1}))
-        sizes: dict[str, Any] = {
-            "taps": self.taps or default,
-            "hidden_size": self.hidden_size or target.hidden_size,
-            "intermediate_size": self.intermediate_size or found.get("intermediate_size") or 4 * target.hidden_size,
-            "num_heads": heads,
-            "num_kv_heads": self.num_kv_heads or found.get("num_key_value_heads") or heads,
-            "head_dim": self.head_dim or found.get("head_dim") or target.hidden_size // found["num_attention_heads"],
-        }
-        taps_fit = 0 <= sizes["taps"][0] <= sizes["taps"][-1] < layers
-        if heads % sizes["num_kv_heads"] or sizes["head_dim"] % 2 or not taps_fit:
+        taps, kv_heads, width = self.taps or default, self.num_kv_heads or own.kv_heads, self.head_dim or own.head_width
+        if own.heads % kv_heads or width % 2 or not 0 <= taps[0] <= taps[-1] < layers:
             raise ValueError(
-                f"num_heads ({heads}) must be a multiple of num_kv_heads ({sizes['num_kv_heads']}), head_dim ({sizes['head_dim']}) "
-                f"even, and taps {sizes['taps']} layers of the target's {layers}. Set them in the recipe's head."
+                f"num_heads ({own.heads}) must be a multiple of num_kv_heads ({kv_heads}), head_dim ({width}) even, and taps "
+                f"{taps} layers of the target's {layers}. Set them in the recipe's head."
             )
+        sizes = {
+            "taps": taps,
+            "hidden_size": self.hidden_size or target.hidden_size,
+            "intermediate_size": self.intermediate_size or own.inner,
+            "num_heads": own.heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": width,
+        }
         return self.model_copy(update=sizes)
 
     def public_fields(self, target: Target) -> dict[str, Any]:
         """Of a resolved config: what SGLang and vLLM read. They disagree whether `eagle_aux_hidden_state_layer_ids` names a
         layer's output or its input, so it is left out and they tap the default layers."""
-        found = target.text_config.to_dict()
         common = layer_fields(self.shape(), target, num_layers=self.num_layers, theta=self.rope_theta)
-        return common | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "target_hidden_size": target.hidden_size,
-            "target_layer_ids": list(self.taps or ()),
-            "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": self.norm_before_fc,
-            "bos_token_id": found.get("bos_token_id"),
-            "eos_token_id": list(target.eos_ids),
-            "pad_token_id": found.get("pad_token_id"),
-        }
+        return (
+            common
+            | special_tokens(target)
+            | {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "model_type": "llama",
+                "target_hidden_size": target.hidden_size,
+                "target_layer_ids": list(self.taps or ()),
+                "norm_before_residual": self.norm_before_residual,
+                "norm_before_fc": self.norm_before_fc,
+            }
+        )
 
     def shape(self) -> LayerShape:
         """Sizes of the layers, of a resolved config."""
@@ -146,6 +147,7 @@ class Eagle3(TrainedDrafter):
     """A fused decoder layer over the target's features, run once per level of the draft."""
 
     config: Eagle3Config
+    topology: Topology | DynamicShape
 
     def __init__(self, config: Eagle3Config, target: Target, *, token_map: Tensor | None = None) -> None:
         """token_map: (W,) int64 ascending target ids of a reduced draft vocabulary, which must hold every EOS id."""
@@ -167,23 +169,24 @@ class Eagle3(TrainedDrafter):
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, target.vocab_size, token_map)
         self.lm_head = nn.Linear(shape.width, self.vocabulary.size, bias=False)
         self.embed_tokens = None if shape.width == target.hidden_size else projected_embedding(target, shape.width)
+        if not config.train_head and self.embed_tokens is not None:
+            raise ValueError(
+                f"train_head: false needs hidden_size {target.hidden_size}, the target's; got {shape.width}."
+            )
+        self.lm_head.weight.requires_grad_(config.train_head)
         if self.embed_tokens is None:
             self.lm_head.weight.data.copy_(self.vocabulary.select(target.head.weight.detach()))
         keep_as_offsets(self, self.vocabulary)
-        self.topology: Topology | DynamicShape
-        self.use_chain()
-        if config.tree is not None:
-            self.topology = Topology(config.tree)
-        elif config.dynamic_tree is not None:
+        self.use_tree(Topology.chain(config.num_steps) if config.tree is None else Topology(config.tree))
+        if config.dynamic_tree is not None:
             self.topology = DynamicShape(**config.dynamic_tree.model_dump())
 
     def use_tree(self, topology: Topology) -> None:
         self.topology = topology
 
     def public_config(self) -> dict[str, Any]:
-        dtype = str(self.norm.weight.dtype).removeprefix("torch.")
-        fields = {"draft_vocab_size": self.vocabulary.size, "dtype": dtype, "torch_dtype": dtype}
-        return self.config.public_fields(self.target) | fields
+        named = dict.fromkeys(("dtype", "torch_dtype"), str(self.norm.weight.dtype).removeprefix("torch."))
+        return self.config.public_fields(self.target) | named | {"draft_vocab_size": self.vocabulary.size}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -223,16 +226,15 @@ class Eagle3(TrainedDrafter):
 
     def loss(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
         weights = tuple(self.config.step_decay**step for step in range(self.num_steps))
-        return loss_sums(
-            self._unroll(teacher), teacher, objective, logits=self.logits, vocabulary=self.vocabulary, weights=weights
-        )
+        drafts, head = self._unroll(teacher), self.lm_head
+        return loss_sums(drafts, teacher, objective, logits=head, vocabulary=self.vocabulary, weights=weights)
 
     @torch.no_grad()
     def ranks(self, teacher: TeacherBatch) -> Tensor:
-        return find_ranks(self._unroll(teacher), teacher, logits=self.logits, vocabulary=self.vocabulary)
+        return find_ranks(self._unroll(teacher), teacher, logits=self.lm_head, vocabulary=self.vocabulary)
 
     def _unroll(self, teacher: TeacherBatch) -> Drafts:
-        """Every step at every row at which some step counts. A row reads beyond its document only at steps that do not
+        """Every step, normed, at every row at which some step counts. A row reads beyond its document only at steps that do not
         count, and nobody else sees what comes of it."""
         assert teacher.features is not None, "the features of the tapped layers were not read"
         counted = torch.stack([teacher.step_mask(step) for step in range(self.num_steps)])  # (S, B, T)
@@ -244,7 +246,7 @@ class Eagle3(TrainedDrafter):
             ahead = (index + step + 1).clamp(max=len(tokens) - 1)
             hidden = self.advance(tokens[ahead], hidden, positions[index] + step, memory, ask if step == 0 else None)
             index = blocks.rows
-            states.append(hidden)
+            states.append(self.norm(hidden))
         return Drafts(blocks.rows, torch.stack(states), counted.flatten(1)[:, blocks.rows])
 
     # Decoding -------------------------------------------------------------------------------------------------------
@@ -268,9 +270,8 @@ class Eagle3(TrainedDrafter):
         single = self.config.num_layers == 1  # then only the newest pair's output is ever used
         memory = state.cache.observe(self, seen.rows, seen.start, seen.count, width, last=single)
         last = rows * width + newest  # (B,), the newest pairs in the flat order
-        ask = last if single else None
         hidden = self.fuse(seen.features).flatten(0, 1)
-        hidden = self.advance(tokens.flatten(), hidden, positions.flatten(), memory, ask)
+        hidden = self.advance(tokens.flatten(), hidden, positions.flatten(), memory, last if single else None)
         state.hidden[seen.rows] = hidden if single else hidden[last]
 
     def draft(self, state: Eagle3State, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:

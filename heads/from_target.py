@@ -99,6 +99,13 @@ def layer_fields(shape: LayerShape, target: Target, *, num_layers: int, theta: f
     }
 
 
+def special_tokens(target: Target) -> dict[str, Any]:
+    """The target's, as config.json names them; every id that ends an answer."""
+    found = target.text_config.to_dict()
+    beginning, padding = found.get("bos_token_id"), found.get("pad_token_id")
+    return {"bos_token_id": beginning, "eos_token_id": list(target.eos_ids), "pad_token_id": padding}
+
+
 def own_shape(target: Target, *, eps: float, heads: int | None = None) -> LayerShape:
     """Sizes of a decoder layer like the target's own; `eps` where its config names none. heads: query heads, the target's
     if None."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from . import attention
 from .cache import Decode, KVCache, Packed, Plan
@@ -22,6 +21,7 @@ from .fingerprint import config_hash, template_hash, weights_hash
 from .layers import Tapping, decoder_layers, refuse_recurrent
 from .pretrained import load_pretrained
 from .quantized import Quantization
+from .selection import Selection
 from .tree import TokenTree
 
 if TYPE_CHECKING:  # transformers' modelling code takes seconds to load; nothing here needs it before a model does
@@ -76,7 +76,7 @@ class Target:
         self.max_length: int = self.text_config.max_position_embeddings
         self.layers = decoder_layers(self.model)
         self.num_layers = len(self.layers)
-        settings = self.text_config.to_dict()
+        self._selection, settings = Selection(), self.text_config.to_dict()
         self._softcap: float | None = settings.get("final_logit_softcapping")
         self._logit_scale: float = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
         self._check_rebuilt_logits()
@@ -169,11 +169,8 @@ class Target:
     def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included; with
         vocabulary (W,) int64, of these tokens alone, (..., W)."""
-        if vocabulary is None:
-            logits: Tensor = self.head(hidden)
-        else:
-            bias = self.head.bias
-            logits = F.linear(hidden, self.head.weight[vocabulary], None if bias is None else bias[vocabulary])
+        logits: Tensor
+        logits = self.head(hidden) if vocabulary is None else self._selection.linear(hidden, self.head, vocabulary)
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
         if self._softcap is not None:

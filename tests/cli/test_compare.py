@@ -47,6 +47,12 @@ def test_two_recipes_become_two_lines(recipes: list[Path], tmp_path: Path) -> No
         assert line["steps"] == 2
         assert line["identical"] == line["prompts"] == 2
         assert line["peak_bytes"] > 2**27
+        measured = json.loads((folder / "train" / "run.json").read_text())["measured"]
+        assert [(point["step"], point["predicted_tau"]) for point in line["curve"]][-1] == (
+            2,
+            measured["predicted_tau"],
+        )
+        assert 0 < line["curve"][0]["tokens"] <= line["curve"][-1]["tokens"]
         assert Path(line["recipe"]).stem in ran.stdout
     assert lines[1]["weights"] == lines[0]["weights"] * 3 / 2
     again = draftsmith(*command)

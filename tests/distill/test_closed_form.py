@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.distill import closed_form
 from draftsmith.distill.closed_form import ForwardKL
-from draftsmith.distill.objectives import ObjectiveConfig, make_objective
+from draftsmith.distill.objectives import Name, ObjectiveConfig, make_objective
 
 
 def rows(count: int = 7, width: int = 33, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -36,6 +36,24 @@ def test_value_and_gradient_are_autograds(elements: int, monkeypatch: pytest.Mon
 def test_its_gradient_is_that_of_finite_differences() -> None:
     draft, target = rows(3, 5)
     assert torch.autograd.gradcheck(lambda z: ForwardKL.apply(z, target), (draft,))
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "cross_entropy", "reverse_kl", "jsd", "tvd", "lk"])
+@pytest.mark.parametrize("elements", [1, 70, 10**6], ids=["row by row", "two rows", "all rows"])
+def test_rows_compared_with_one_row_of_the_target_are_compared_with_copies_of_it(
+    name: Name, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed_form, "ELEMENTS", elements)
+    objective = make_objective(ObjectiveConfig(name=name))
+    draft, target = rows()
+    labels, which, weights = torch.arange(7), torch.tensor([2, 0, 0, 1, 2, 0, 1]), torch.linspace(-1, 2, 7).double()
+    shared = objective(draft, labels, target[:3], which)
+    copied = objective(draft, labels, target[which])
+    torch.testing.assert_close(shared, copied)
+    gradients = (torch.autograd.grad((found * weights).sum(), draft)[0] for found in (shared, copied))
+    torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(objective(draft, labels, target[:3], which), copied)
 
 
 def test_excluded_tokens_add_nothing_and_nan_stays_visible() -> None:

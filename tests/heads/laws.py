@@ -53,15 +53,20 @@ class SoftCrossEntropy:
 
     uses_target = True
 
-    def __call__(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
+    def __call__(
+        self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None, which: Tensor | None = None
+    ) -> Tensor:
         assert target_logits is not None
+        target_logits = target_logits if which is None else target_logits[which]
         return -(target_logits.float().softmax(-1) * draft_logits.float().log_softmax(-1)).sum(-1)
 
 
 class HardCrossEntropy:
     uses_target = False
 
-    def __call__(self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None) -> Tensor:
+    def __call__(
+        self, draft_logits: Tensor, labels: Tensor, target_logits: Tensor | None, which: Tensor | None = None
+    ) -> Tensor:
         return F.cross_entropy(draft_logits.float(), labels, reduction="none")
 
 

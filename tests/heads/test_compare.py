@@ -65,6 +65,7 @@ def test_chunked_sums_and_gradients_equal_a_loop_over_pairs(
     monkeypatch: pytest.MonkeyPatch, pairs: int, name: str
 ) -> None:
     monkeypatch.setattr(comparison, "PAIRS", pairs)
+    monkeypatch.setattr(comparison, "LOGITS", 0)
     world, objective = World(), make_objective(ObjectiveConfig.model_validate({"name": name}))
     found = loss_sums(
         world.drafts, world.teacher, objective, logits=world.logits, vocabulary=world.vocabulary, weights=WEIGHTS
@@ -103,6 +104,7 @@ def test_a_batch_without_a_supervised_token_gives_zero_and_a_gradient_of_zero() 
 def test_the_backward_pass_keeps_states_and_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at once nor chunk by chunk, where they would fill the memory."""
     monkeypatch.setattr(comparison, "PAIRS", 6)
+    monkeypatch.setattr(comparison, "LOGITS", 0)
     monkeypatch.setattr(comparison, "KEPT_BYTES", 0)
     world, kept = World(), [0]
 

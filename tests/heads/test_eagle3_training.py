@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.distill.objectives import ObjectiveConfig, make_objective
 from draftsmith.heads import TeacherBatch
 from draftsmith.heads.eagle3 import Eagle3
 from draftsmith.infer.target import Target
@@ -84,7 +85,7 @@ def test_training_computes_what_the_equations_say(tiny_target: Target, text: law
     teacher = laws.teach(tiny_target, text, taps=drafter.taps)
     assert teacher.features is not None
     retold, drafts = Retold(drafter), drafter._unroll(teacher)
-    logits = drafter.logits(drafts.states)  # (S, R, V)
+    logits = drafter.lm_head(drafts.states)  # (S, R, V)
     checked = 0
     for index in range(0, len(drafts.rows), 7):
         row, place = divmod(int(drafts.rows[index]), teacher.tokens.shape[1])
@@ -144,3 +145,22 @@ def test_autocast_training_stays_near_full_precision(tiny_target: Target, text: 
     torch.testing.assert_close(half.sums, full.sums, rtol=0.03, atol=0)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
     assert all(bool(p.grad.isfinite().all()) for p in drafter.parameters() if p.grad is not None)
+
+
+def test_a_frozen_head_gives_the_layers_the_same_gradient_and_is_not_trained(
+    tiny_target: Target, text: laws.Text
+) -> None:
+    """Its gradients are taken in the forward pass; a trained one's by autograd."""
+    made = [build(tiny_target, train_head=train_head) for train_head in (True, False)]
+    made[1].load_state_dict(made[0].state_dict())
+    teacher, found = laws.teach(tiny_target, text, taps=made[0].taps), []
+    for drafter in made:
+        out = drafter.loss(teacher, make_objective(ObjectiveConfig(name="lk")))
+        (out.sums * torch.tensor(out.weights)).sum().backward()
+        layers = (weight.grad for name, weight in drafter.named_parameters() if name != "lm_head.weight")
+        found.append([out.sums.detach(), out.survived, out.reached, *layers])
+    torch.testing.assert_close(*found)
+    assert made[0].lm_head.weight.grad is not None
+    assert made[1].lm_head.weight.grad is None
+    with pytest.raises(ValueError, match=r"train_head: false needs hidden_size 48, .* got 32"):
+        build(tiny_target, train_head=False, hidden_size=32)
