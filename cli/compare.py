@@ -200,7 +200,13 @@ def _curve(run: Path) -> list[dict[str, float]]:
         [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
         for name in ("timing.jsonl", "metrics.jsonl")
     )
-    spent = {line["step"]: (line["tokens"], line["seconds"]) for line in timing}
+    spent: dict[int, tuple[int, float]] = {}
+    before, last = (0, 0.0), (0, 0.0)
+    for line in timing:
+        if line["tokens"] <= last[0] - before[0]:  # a resumed process counts from 0
+            before = last
+        last = before[0] + line["tokens"], before[1] + line["seconds"]
+        spent[line["step"]] = last
     return [
         {
             "step": line["step"],
@@ -270,9 +276,8 @@ def curves(lines: Sequence[dict[str, Any]], *, most: int = 6) -> Table:
         shown.add_column(name, justify="left" if name else "right")
     for line in lines:
         curve = line["curve"]
-        picked = [
-            curve[-1 - round(place * (len(curve) - 1) / max(count - 1, 1))] for place in range(min(count, len(curve)))
-        ]
+        own = min(count, len(curve))
+        picked = [curve[-1 - round(place * (len(curve) - 1) / max(own - 1, 1))] for place in range(own)]
         points = [
             f"{point['predicted_tau']:.2f} {point['tokens'] / 1e3:.0f}k ({point['seconds'] / 60:.1f})"
             for point in reversed(picked)

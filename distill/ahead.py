@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -21,7 +21,8 @@ class Ahead:
     """A source that is told what will be asked for next.
 
     Not for a source whose reading is a collective call (a split target): the order of calls between processes would
-    depend on which thread came first. Holds one batch more than the step works on.
+    depend on which thread came first. Holds one batch more than the step works on, and ends reading ahead where the device
+    has no memory for both at once.
     """
 
     def __init__(self, source: TeacherSource, device: torch.device) -> None:
@@ -30,6 +31,7 @@ class Ahead:
         if self._stream is not None:
             torch.cuda.synchronize(device)  # the weights are there; afterwards the streams do not wait for each other
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="features")
+        self._fits = True
         self._coming: tuple[list[int], Future[TeacherBatch]] | None = None
 
     def batch(self, indices: Sequence[int], then: Sequence[int] | None) -> TeacherBatch:
@@ -38,9 +40,12 @@ class Ahead:
         coming, self._coming = self._coming, None
         if coming is not None:
             wait([coming[1]])
+        found = None
         if coming is not None and coming[0] == list(indices):
-            found = coming[1].result()
-        else:
+            with suppress(torch.OutOfMemoryError):  # beside the step; alone it may fit
+                found = coming[1].result()
+            self._fits = found is not None
+        if found is None:
             found = self._read(indices)
         if self._stream is not None:
             for values in vars(found).values():
@@ -48,7 +53,7 @@ class Ahead:
                     values, torch.Tensor
                 ):  # its memory goes back to the other stream only after this one's use
                     values.record_stream(torch.cuda.current_stream(values.device))
-        if then is not None:
+        if then is not None and self._fits:
             self._coming = list(then), self._thread.submit(self._read, then)
         return found
 

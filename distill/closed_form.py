@@ -96,8 +96,9 @@ class Blockwise(torch.autograd.Function):
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """The products of rows with rows: (R, W), (R, W) -> (R,), in one pass."""
-    return torch.bmm(left[:, None], right[:, :, None])[:, 0, 0]
+    """The products of rows with rows: (R, W), (R, W) -> (R,), in one pass and in their own precision."""
+    with torch.autocast(left.device.type, enabled=False):
+        return torch.bmm(left[:, None], right[:, :, None])[:, 0, 0]
 
 
 def _as_it_is(x: Tensor) -> Tensor:

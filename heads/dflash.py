@@ -79,6 +79,8 @@ class DFlashConfig(LayeredConfig):
     draft_vocab_size: int | None = Field(None, ge=1)
     """W: size of a reduced draft vocabulary, whose lm_head starts as the target's rows and is trained. None proposes from
     all of the target's tokens through the target's frozen head."""
+    train_head: bool = True
+    """False: that lm_head stays the target's rows (speculators' way), of which no logits are kept either."""
     tree: tuple[tuple[int, ...], ...] | None = None
     """Rank paths of a static draft tree (see infer.tree.Topology); None and no best_first draft the top-1 chain."""
     best_first: BestFirst | None = None
@@ -119,6 +121,7 @@ class DFlash(TrainedDrafter):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(shape.width, self.vocabulary.size, bias=False)
             self.lm_head.weight.data.copy_(self.vocabulary.select(target.head.weight.detach()))
+            self.lm_head.weight.requires_grad_(config.train_head)
         keep_as_offsets(self, self.vocabulary)
         self.markov_head, kind, reads = None, config.markov_head_type, shape.width
         if kind != "none":
@@ -212,7 +215,7 @@ class DFlash(TrainedDrafter):
         if self.training:
             chosen, scale = sample_anchors(active, self.config.num_anchors)
             passes = iter([chosen])
-        is_frozen = self.lm_head is None and self.markov_head is None
+        is_frozen = (self.lm_head is None or not self.config.train_head) and self.markov_head is None
         judge = BlockLoss(teacher, objective, self.logits, is_frozen, self.vocabulary, self.config.position_weights)
         parts = []
         for anchors in passes:

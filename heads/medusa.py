@@ -10,21 +10,25 @@ Letters: B rows, T positions, D hidden, V vocabulary, W draft vocabulary, K head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .compare import KEPT_BYTES
 from .layers import ResidualBlock
 from .vocabulary import DraftVocabulary
+
+ROWS = 256
+"""Rows whose logits are held at once, of all heads, where those of all rows would fill the memory."""
 
 
 class MedusaConfig(HeadConfig):
@@ -103,36 +107,51 @@ class Medusa(TrainedDrafter):
     def loss(self, teacher: TeacherBatch, objective: Objective) -> LossSums:
         masks = torch.stack([teacher.step_mask(step) for step in range(self.num_steps)]).flatten(1)  # (K, B*T)
         rows = _rounded(masks.any(dim=0))  # (R,)
+        counted = masks[:, rows]
+        counted[:, int(masks.any(dim=0).sum()) :] = False  # the rows that fill up
+
+        def judge(rows: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+            return self._judge(rows, counted, teacher, objective)
+
+        dtype = next(self.parameters(), self.target.head.weight).dtype
+        if counted.numel() * self.vocabulary.size * dtype.itemsize <= KEPT_BYTES:
+            sums, right = judge(rows, counted)
+        else:  # too many logits to keep: they are computed again in the backward pass
+            parts = zip(rows.split(ROWS), counted.split(ROWS, dim=1))
+            found = [checkpoint(judge, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+            sums = torch.stack([part[0] for part in found]).sum(dim=0)
+            right = torch.cat([part[1] for part in found], dim=1)
+        alive = torch.cat([torch.ones_like(counted[:1]), counted & right]).cumprod(dim=0).bool()  # (K+1, R)
+        weights = tuple(self.config.head_decay**step for step in range(self.num_steps))
+        reached = (alive[:-1] & counted).sum(dim=1)
+        return LossSums(sums, masks.sum(dim=1), weights, alive[1:].sum(dim=1), reached)
+
+    def _judge(
+        self, rows: Tensor, counted: Tensor, teacher: TeacherBatch, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """Objective summed per head (K,) float32 over the rows (R,) at which it is `counted` (K, R), and at which its first
+        choice is right (K, R) bool."""
         hidden = teacher.hidden.flatten(0, 1)[rows].to(next(self.parameters(), self.target.head.weight).dtype)
-        target_logits = self._target_logits(teacher, rows) if objective.uses_target else None
-        sums, survived, reached = [], [], []
-        alive = torch.ones_like(rows, dtype=torch.bool)
+        truth, which = self._target_logits(teacher, rows) if objective.uses_target else (None, None)
+        sums, right = [], []
         for step in range(self.num_steps):
-            counted = masks[step, rows]
-            counted[int(masks.any(dim=0).sum()) :] = False  # the rows that fill up
             labels, known = self.vocabulary.labels(teacher.step_labels(step).flatten()[rows])
             logits = self.logits(hidden, step)
-            truth = None if target_logits is None else target_logits(step)
-            sums.append((objective(logits, labels, truth) * (known & counted)).sum())
-            alive = alive & counted
-            reached.append(alive.sum())
-            alive = alive & (logits.max(dim=-1).indices == labels) & known
-            survived.append(alive.sum())
-        weights = tuple(self.config.head_decay**step for step in range(self.num_steps))
-        return LossSums(torch.stack(sums), masks.sum(dim=1), weights, torch.stack(survived), torch.stack(reached))
+            losses = objective(logits, labels, truth, None if which is None else which[step])
+            sums.append((losses * (known & counted[step])).sum())
+            right.append((logits.max(dim=-1).indices == labels) & known)
+        return torch.stack(sums), torch.stack(right)
 
-    def _target_logits(self, teacher: TeacherBatch, rows: Tensor) -> Callable[[int], Tensor]:
-        """The target's logits for what each head proposes at `rows` (R,): they stand at position t+1+step.
-
-        Every position is computed once, although up to K heads ask for it.
-        """
+    def _target_logits(self, teacher: TeacherBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's logits (U, W) for what the heads propose at `rows` (R,), and which of them (K, R) int64: a token of
+        head k stands at position t+1+k. Every position is computed once, although up to K heads ask for it."""
         length = teacher.hidden.shape[0] * teacher.hidden.shape[1]
-        ahead = [(rows + step + 1).clamp(max=length - 1) for step in range(self.num_steps)]
+        ahead = torch.stack([(rows + step + 1).clamp(max=length - 1) for step in range(self.num_steps)])
         needed = torch.zeros(length, dtype=torch.bool, device=rows.device)
-        needed[torch.cat(ahead)] = True
-        logits = teacher.logits(teacher.hidden.flatten(0, 1)[_rounded(needed)], self.vocabulary.token_map)
-        index = needed.cumsum(0) - 1
-        return lambda step: logits[index[ahead[step]]]
+        needed[ahead] = True
+        chosen = _rounded(needed, 256 if len(rows) > ROWS else 32)
+        logits = teacher.logits(teacher.hidden.flatten(0, 1)[chosen], self.vocabulary.token_map)
+        return logits, (needed.cumsum(0) - 1)[ahead]
 
     @torch.no_grad()
     def ranks(self, teacher: TeacherBatch) -> Tensor:

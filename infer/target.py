@@ -62,6 +62,7 @@ class Target:
         self.head: nn.Linear = head
         self.embedding: nn.Module = model.get_input_embeddings()
         self.vocab_size: int = self.head.weight.shape[0]
+        self._selection = Selection()
         self._attach()
 
     def _attach(self) -> None:
@@ -76,7 +77,7 @@ class Target:
         self.max_length: int = self.text_config.max_position_embeddings
         self.layers = decoder_layers(self.model)
         self.num_layers = len(self.layers)
-        self._selection, settings = Selection(), self.text_config.to_dict()
+        settings = self.text_config.to_dict()
         self._softcap: float | None = settings.get("final_logit_softcapping")
         self._logit_scale: float = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
         self._check_rebuilt_logits()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from ..distill.ahead import Ahead
@@ -76,7 +77,7 @@ class Run:
     def ahead(self) -> Ahead | None:
         """Reads the rows of the next micro-step meanwhile, where the device allows."""
         target = self.drafter.target
-        return Ahead(self.rows.source, target.device) if reads_ahead(target, self.joint) else None
+        return Ahead(self.rows.source, target.device) if reads_ahead(self.recipe, target) else None
 
     def share(self, batch: Sequence[int]) -> list[list[int]]:
         """This process' micro-batches of a global batch; equally many in every process."""
@@ -174,9 +175,12 @@ def assemble(recipe: Recipe, *, resume: bool) -> Run:
     )
 
 
-def reads_ahead(target: Target, joint: Joint | None) -> bool:
+def reads_ahead(recipe: Recipe, target: Target) -> bool:
     """Whether the next rows are read during the step: on CUDA, by a whole target that nobody changes meanwhile."""
-    return target.device.type == "cuda" and joint is None and not isinstance(target, ShardedTarget)
+    rope = target.text_config.to_dict().get("rope_parameters") or {}
+    changes = recipe.backbone is not None or rope.get("rope_type") in ("dynamic", "longrope")  # these write frequencies
+    is_split = isinstance(target, ShardedTarget)
+    return recipe.data.read_ahead and target.device.type == "cuda" and not changes and not is_split
 
 
 def _size(module: nn.Module) -> int:
@@ -230,7 +234,9 @@ def build_drafter(recipe: Recipe, target: Target, samples: list[Sample]) -> Trai
 def _warm_start(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
     head, binding = read_config(folder)
     check_binding(binding, target, folder)
-    wanted = drafter.config.model_dump(mode="json")
+    wanted, settings = drafter.config.model_dump(mode="json"), type(drafter.config)
+    with contextlib.suppress(ValidationError):  # fields that came later have their defaults
+        head = settings.model_validate(head).model_dump(mode="json")
     if differ := [
         f"{key}: {head.get(key)!r} there, {value!r} here" for key, value in wanted.items() if head.get(key) != value
     ]:

@@ -114,7 +114,8 @@ def join(recipe: Recipe) -> Engine:
         _compile_nothing()
     if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
-    handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # or DDP holds gradients twice
+    # Or DDP holds gradients twice. Buffers are maps of ids, the same in every process.
+    handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
     if on_cpu and "LOCAL_RANK" in os.environ:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
     trackers: list[Any] = list(find_trackers(recipe.trackers))

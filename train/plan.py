@@ -53,7 +53,7 @@ class Option:
     target: int
     drafter: Share
     activations: int
-    """The larger of what the target's forward and what the drafter's step take."""
+    """What the target's forward and the drafter's step take: both where they run at once, else the larger."""
     fits: bool
 
     @property
@@ -115,7 +115,9 @@ def make_plan(
     """
     micro_steps = count_micro_steps(recipe, cluster.world)
     measured = measure(recipe, architecture)
-    options, reason = _layouts(measured, architecture, cluster)
+    # A whole target reads the next rows while the drafter's step runs (`assembly.reads_ahead`).
+    is_ahead = recipe.data.read_ahead and recipe.data.features == "online" and recipe.backbone is None
+    options, reason = _layouts(measured, architecture, cluster, is_ahead)
     whole = recipe.data.row_length * recipe.rows_per_step
     passes = None if recipe.epochs is None or epoch_tokens is None else int(recipe.epochs * epoch_tokens)
     return Plan(
@@ -133,27 +135,28 @@ def make_plan(
 
 
 def _layouts(
-    measured: Measured, architecture: PretrainedConfig, cluster: Cluster
+    measured: Measured, architecture: PretrainedConfig, cluster: Cluster, is_ahead: bool
 ) -> tuple[tuple[Option, ...], str | None]:
     """The whole target everywhere, and split over the fewest processes over which something fits, or else over the most;
     and why it cannot be split if it cannot."""
     world, reason = cluster.world, None
-    options = [_option(measured, cluster, launch, 1) for launch in LAUNCHES]
+    options = [_option(measured, cluster, launch, 1, is_ahead) for launch in LAUNCHES]
     split: list[Option] = []
     for shards in (number for number in range(2, world + 1) if world % number == 0):
         if why := unsplittable(architecture, shards):
             reason = reason or why
             continue
-        split = [_option(measured, cluster, launch, shards) for launch in LAUNCHES]
+        split = [_option(measured, cluster, launch, shards, False) for launch in LAUNCHES]
         if any(option.fits for option in split):
             break
     return (*options, *split), None if split else reason
 
 
-def _option(measured: Measured, cluster: Cluster, launch: str, shards: int) -> Option:
+def _option(measured: Measured, cluster: Cluster, launch: str, shards: int, is_ahead: bool) -> Option:
     target = measured.target - measured.splittable + measured.splittable // shards
     drafter = share(launch, trained=measured.trained, frozen=measured.frozen, world=cluster.world)
-    activations = max(measured.reading, measured.taught + measured.stepping)
+    step = measured.taught + measured.stepping
+    activations = measured.reading + step if is_ahead else max(measured.reading, step)
     option = Option(launch, shards, target, drafter, activations, fits=False)
     return replace(option, fits=option.total <= cluster.gpu_memory * GIB)
 

@@ -12,6 +12,7 @@ the recipe but follows from it (steps, micro-steps, held-out batches) is printed
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
@@ -79,6 +80,9 @@ class Data(Section):
     features: Literal["online", "memory", "disk"] = "online"
     """online: the target reads every batch in its step. memory: each row is read once and what the target computed is
     kept in main memory for later epochs. disk: likewise, in the files of `cache`, for later runs too. Sizes are printed."""
+    read_ahead: bool = True
+    """On CUDA, the next rows are read during the step, which takes the memory of both at once. A target that is split over
+    processes, or trained too, reads when it is asked."""
     cache: Cache = Cache()
     """Where features on disk lie, and how they are stored."""
     max_bad_share: float = Field(0.01, ge=0, le=1)
@@ -261,6 +265,8 @@ def parse_recipe(content: dict[str, Any], *, source: str) -> Recipe:
 def differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     """`key: saved value, value now` for every field in which a saved recipe differs; where a run and its features lie,
     how it is tracked, and how often it is saved, may differ."""
+    with contextlib.suppress(ValidationError):  # fields that came later have their defaults
+        saved = Recipe.model_validate(saved).model_dump(mode="json")
     now, then = _flat(recipe.model_dump(mode="json")), _flat(saved)
     free = _FREE if recipe.data.features == "disk" else (*_FREE, "data.cache")
     return [
@@ -280,6 +286,7 @@ _FREE = (
     "target_shards",
     "data.cache.folder",
     "data.cache.shard_mib",
+    "data.read_ahead",
 )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.cli.compare import _curve, curves
+
 from .conftest import Cli
 from .test_train import draftsmith, recipe
 
@@ -24,6 +26,30 @@ def recipes(recipe: Path) -> list[Path]:
         file.write_text(yaml.safe_dump(content | {"head": {"method": "medusa", "num_heads": heads}}))
         files.append(file)
     return files
+
+
+def test_a_curve_goes_on_where_an_interrupted_process_stopped(tmp_path: Path) -> None:
+    """Each process counts tokens and seconds from 0; step 3 was done twice, as the checkpoint was step 2's."""
+    spent = [(1, 10, 1.0), (2, 20, 2.0), (3, 30, 3.0), (3, 10, 1.5), (4, 20, 2.5)]
+    timing = [{"step": step, "tokens": tokens, "seconds": seconds} for step, tokens, seconds in spent]
+    metrics = [{"step": 2, "held_out/predicted_tau": 1.2}, {"step": 4, "held_out/predicted_tau": 1.4}, {"step": 4}]
+    for name, lines in (("timing.jsonl", timing), ("metrics.jsonl", metrics)):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = _curve(tmp_path)
+    assert [tuple(point.values()) for point in curve] == [(2, 20, 2.0, 1.2), (4, 50, 5.5, 1.4)]
+
+
+def test_a_curve_shows_its_ends_and_no_point_twice() -> None:
+    def line(name: str, count: int) -> dict[str, object]:
+        points = [{"step": n, "tokens": 1000 * n, "seconds": 60.0, "predicted_tau": 1.0} for n in range(1, count + 1)]
+        return {"recipe": name, "curve": points}
+
+    shown = curves([line("long.yaml", 9), line("short.yaml", 2), line("none.yaml", 0)], most=4)
+    cells = [list(column.cells) for column in shown.columns]
+    assert cells[0] == ["long", "short", "none"]
+    tokens = [[str(cell).split()[1] for row, cell in enumerate(column) if row == 0] for column in cells[1:]]
+    assert [found[0] for found in tokens] == ["1k", "4k", "6k", "9k"]
+    assert [str(column[1]).split()[1:2] for column in cells[1:]] == [["1k"], ["2k"], [], []]
 
 
 @pytest.mark.slow

@@ -64,3 +64,18 @@ def test_a_fault_is_raised_where_its_rows_are_asked_for(source: Online) -> None:
     ahead.batch([0], [2])
     with pytest.raises(ValueError, match="row 2 is at fault"):
         ahead.batch([2], None)
+
+
+def test_where_both_at_once_do_not_fit_rows_are_read_when_they_are_asked_for(source: Online) -> None:
+    class Narrow(Watched):
+        def batch(self, indices: Sequence[int]) -> TeacherBatch:
+            found = super().batch(indices)
+            if threading.current_thread() is not threading.main_thread():
+                raise torch.OutOfMemoryError("the step holds the memory")
+            return found
+
+    narrow = Narrow(source)
+    ahead = Ahead(narrow, CPU)
+    for row, then in ((0, [1]), (1, [0]), (0, [1])):
+        assert torch.equal(ahead.batch([row], then).hidden, source.batch([row]).hidden)
+    assert narrow.asked == 4, "it went on reading what does not fit"

@@ -80,6 +80,16 @@ def test_bfloat16_is_compared_in_float32() -> None:
     assert draft.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["forward_kl", "cross_entropy", "reverse_kl", "jsd", "tvd", "lk"])
+def test_the_precision_around_it_is_not_that_of_the_comparison(name: Name) -> None:
+    """Training calls it under autocast, where a product of two float32 matrices is one in bfloat16."""
+    objective = make_objective(ObjectiveConfig(name=name))
+    draft, target = rows(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = objective(draft, torch.arange(7), target)
+    torch.testing.assert_close(value, objective(draft, torch.arange(7), target))
+
+
 @pytest.mark.parametrize("elements", [1, 70, 10**6], ids=["row by row", "two rows", "all rows"])
 @pytest.mark.parametrize("name", ["cross_entropy", "reverse_kl", "jsd", "tvd", "lk"])
 def test_block_by_block_is_all_at_once(name: str, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.distill.objectives import ObjectiveConfig, make_objective
 from draftsmith.heads import TeacherBatch
 from draftsmith.heads.dflash import DFlash, DFlashConfig
 from draftsmith.infer.drafter import Observation
@@ -250,3 +251,19 @@ def test_the_layout_is_never_guessed_and_contradictions_are_refused(build_target
     with pytest.raises(ValueError, match="taps must be ascending"):
         build(build_target(), taps=(3,))
     assert build(build_target(vocab_size=310), mask_token_id=None).config.mask_token_id == 300
+
+
+def test_a_frozen_head_of_a_reduced_vocabulary_gives_the_layers_the_same_gradient(
+    tiny_target: Target, teacher: TeacherBatch
+) -> None:
+    """Its gradients are taken in the forward pass; a trained one's by autograd."""
+    found = []
+    for train_head in (True, False):
+        drafter = build(tiny_target, draft_vocab_size=120, train_head=train_head).eval()
+        out = drafter.loss(teacher, make_objective(ObjectiveConfig(name="lk")))
+        (out.sums * torch.tensor(out.weights)).sum().backward()
+        layers = (weight.grad for name, weight in drafter.named_parameters() if name != "lm_head.weight")
+        found.append([out.sums.detach(), out.survived, *layers])
+        assert drafter.lm_head is not None
+        assert (drafter.lm_head.weight.grad is not None) == train_head
+    torch.testing.assert_close(*found)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.distill.objectives import ObjectiveConfig, make_objective
 from draftsmith.heads import Binding, load_drafter
+from draftsmith.heads import medusa as module
 from draftsmith.heads.medusa import Medusa, MedusaConfig
 from draftsmith.infer.target import Target
+
+from . import laws
 
 
 def test_heads_of_their_own_projection_have_it_by_name_and_shape(tiny_target: Target, tmp_path: Path) -> None:
@@ -49,3 +55,21 @@ def test_files_of_another_form_are_refused(tiny_target: Target, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
     with pytest.raises(ValueError, match="is not a drafter's config"):
         load_drafter(tmp_path, tiny_target)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "cross_entropy"])
+def test_logits_kept_and_logits_computed_again_give_the_same_sums_and_gradient(
+    name: Literal["forward_kl", "cross_entropy"], tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = laws.write_text(tiny_target, 6, seed=5)
+    teacher, found = laws.teach(tiny_target, text, taps=()), []
+    torch.manual_seed(0)
+    drafter = Medusa(MedusaConfig(num_heads=3), tiny_target)
+    for kept, rows in ((2**28, 256), (0, 7)):
+        monkeypatch.setattr(module, "KEPT_BYTES", kept)
+        monkeypatch.setattr(module, "ROWS", rows)
+        out = drafter.loss(teacher, make_objective(ObjectiveConfig(name=name)))
+        weights = list(drafter.parameters())
+        found.append([out.sums.detach(), out.survived, out.reached, *torch.autograd.grad(out.sums.sum(), weights)])
+    torch.testing.assert_close(*found)
+    assert int(out.counts[2]) > 0

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.infer.packed import PackedLinear
 from draftsmith.infer.selection import Selection
 
 
@@ -45,3 +46,16 @@ def test_selected_in_decoding_it_trains_later() -> None:
     selection.linear(hidden, head, rows).sum().backward()
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad, head.weight[rows].sum(0).expand(2, 4))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="nothing is packed without oneDNN")
+def test_a_packed_head_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It restores its matrix anew whenever it is asked for it."""
+    plain, rows, hidden = nn.Linear(16, 24).requires_grad_(False), torch.tensor([1, 5]), torch.randn(3, 16)
+    head, selection, asked = PackedLinear(plain), Selection(), []
+    restored = PackedLinear.weight
+    monkeypatch.setattr(PackedLinear, "weight", property(lambda self: asked.append(1) or restored.fget(self)))
+    for _ in range(3):
+        found = selection.linear(hidden, head, rows)  # type: ignore[arg-type]
+        assert torch.equal(found, F.linear(hidden, plain.weight[rows], plain.bias[rows]))
+    assert asked == [1]

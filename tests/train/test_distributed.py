@@ -132,6 +132,19 @@ def jointly(
 
 
 @pytest.fixture(scope="module")
+def with_a_frozen_head(
+    every_method: dict[str, tuple[Content, TrainResult]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Content, TrainResult]]:
+    """A weight of the drafter's own that is not trained, nor of the target's."""
+    content, _ = every_method["eagle3"]
+    recipe: Content = content | {
+        "head": content["head"] | {"train_head": False},
+        "out": str(tmp_path_factory.mktemp("frozen") / "run"),
+    }
+    return {"frozen": (recipe, train(parse_recipe(recipe, source="test"), resume=False))}
+
+
+@pytest.fixture(scope="module")
 def for_split_targets(
     every_method: dict[str, tuple[Content, TrainResult]],
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -160,11 +173,12 @@ def test_every_method_follows_the_loss_of_one_process(
     engine: str,
     every_method: dict[str, tuple[Content, TrainResult]],
     jointly: dict[str, tuple[Content, TrainResult]],
+    with_a_frozen_head: dict[str, tuple[Content, TrainResult]],
     launch: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
     """Losses, weights, predicted and real tau; the target's adapters too where it is trained jointly."""
-    runs = every_method | (jointly if engine in ("ddp", "zero1", "zero2") else {})
+    runs = every_method | (jointly if engine in ("ddp", "zero1", "zero2") else with_a_frozen_head)
     assert_all_follow(runs, launch, tmp_path, engine)
     assert_optimiser_takes_what_is_planned(tmp_path / "medusa", engine)
 

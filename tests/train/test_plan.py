@@ -62,8 +62,9 @@ def test_the_total_is_what_lies_on_the_gpu_at_the_worst_moment(
     found = plan_of(recipe, architecture, Cluster(1, 2, 80), monkeypatch)
     assert [option.launch for option in found.options] == [*LAUNCHES, *LAUNCHES]
     plain, split = found.options[0], found.options[len(LAUNCHES)]
-    assert plain.activations == 5 * GIB, "teacher batch and step together, not the forward that made it"
-    assert plain.total == 16_000_000_000 + plain.drafter.total + 5 * GIB + RESERVED
+    assert plain.activations == 8 * GIB, "teacher batch and step, and the forward that makes the next batch meanwhile"
+    assert split.activations == 5 * GIB, "one after the other"
+    assert plain.total == 16_000_000_000 + plain.drafter.total + 8 * GIB + RESERVED
     assert (plain.shards, split.shards) == (1, 2)
     assert split.target == 2_000_000_000 + 7_000_000_000
 

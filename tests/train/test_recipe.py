@@ -103,6 +103,15 @@ def test_differences_name_what_decides_the_training_only(content: Content) -> No
     assert differences(saved, recipe) == ["optimiser.lr: 0.5 then, 0.001 now"]
 
 
+def test_a_field_that_came_after_a_run_has_its_default_there(content: Content) -> None:
+    recipe = parse_recipe(content, source="test")
+    saved = recipe.model_dump(mode="json")
+    del saved["data"]["max_bad_share"], saved["head"]["head_decay"]
+    assert differences(saved, recipe) == []
+    other = parse_recipe(content | {"head": content["head"] | {"head_decay": 0.5}}, source="test")
+    assert differences(saved, other) == ["head.head_decay: 0.8 then, 0.5 now"]
+
+
 @pytest.mark.parametrize("model", [Recipe, Data, Cache, Optimiser, Wandb])
 def test_every_field_is_documented_under_it(model: type[BaseModel]) -> None:
     """Pydantic reads the docstrings only when asked, so they are read here from the source."""
