@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
@@ -47,19 +47,18 @@ class Ahead:
             self._fits = found is not None
         if found is None:
             found = self._read(indices)
-        if self._stream is not None:
+        if self._stream is not None:  # its memory goes back to the other stream only after this one's use
             for values in vars(found).values():
-                if isinstance(
-                    values, torch.Tensor
-                ):  # its memory goes back to the other stream only after this one's use
+                if isinstance(values, torch.Tensor):
                     values.record_stream(torch.cuda.current_stream(values.device))
         if then is not None and self._fits:
             self._coming = list(then), self._thread.submit(self._read, then)
         return found
 
     def _read(self, indices: Sequence[int]) -> TeacherBatch:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        if self._stream is None:
+            return self._source.batch(indices)
+        with torch.cuda.stream(self._stream):
             found = self._source.batch(indices)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._stream.synchronize()
         return found

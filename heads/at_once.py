@@ -1,4 +1,5 @@
-"""The gradient of a loss whose head is frozen, taken in the forward pass: of the logits nothing is kept.
+"""Losses of which no logits are kept: where the head is frozen, their gradient is taken in the forward pass; else what the
+backward pass needs is computed again in it.
 
 Letters: S steps, R rows, D draft width.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Judged = tuple[Tensor, Tensor, Tensor]
 """Losses (S,), which pairs are right (S, R) bool, and whatever else is summed."""
@@ -36,3 +38,9 @@ class AtOnce(torch.autograd.Function):
         states, *confidence = ctx.saved_tensors
         scaled = [states * grads[0][:, None, None].to(states.dtype), *(part * grads[0][:, None] for part in confidence)]
         return None, *scaled, *[None] * (2 - len(scaled))
+
+
+def again(function: Callable[..., Any], *given: Any) -> Any:
+    """What the function returns; nothing it computed on the way is kept, the backward pass calls it once more. It must draw
+    nothing: the state of the generators is not restored."""
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from .at_once import AtOnce, Judged
+from .at_once import AtOnce, Judged, again
 from .base import LossSums, Objective, TeacherBatch
 from .compare import Drafts, Logits
 from .position_weights import PositionWeights
@@ -60,7 +59,7 @@ class BlockLoss:
             if self.is_frozen and torch.is_grad_enabled():
                 found.append(AtOnce.apply(judge, part.states, logits))  # type: ignore[no-untyped-call]
             else:
-                found.append(checkpoint(judge, part.states, logits, use_reentrant=False, preserve_rng_state=False))
+                found.append(again(judge, part.states, logits))
         losses, right, errors = zip(*found)
         counted, steps = drafts.counted, len(drafts.states)
         alive = torch.cat([torch.ones_like(counted[:1]), torch.cat(right, dim=1)]).cumprod(dim=0).bool()  # (S+1, R)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from .at_once import AtOnce, Judged
+from .at_once import AtOnce, Judged, again
 from .base import LossSums, Objective, TeacherBatch
 from .vocabulary import DraftVocabulary
 
@@ -82,7 +81,7 @@ def loss_sums(
         elif is_small:
             found = judge(part.states)
         else:
-            found = checkpoint(judge, part.states, use_reentrant=False, preserve_rng_state=False)
+            found = again(judge, part.states)
         sums.append(found[0])
         right.append(found[1])
     alive = torch.cat([torch.ones_like(drafts.counted[:1]), torch.cat(right, dim=1)]).cumprod(dim=0).bool()  # (S+1, R)

@@ -114,18 +114,15 @@ class Eagle3Config(HeadConfig):
         """Of a resolved config: what SGLang and vLLM read. They disagree whether `eagle_aux_hidden_state_layer_ids` names a
         layer's output or its input, so it is left out and they tap the default layers."""
         common = layer_fields(self.shape(), target, num_layers=self.num_layers, theta=self.rope_theta)
-        return (
-            common
-            | special_tokens(target)
-            | {
-                "architectures": ["LlamaForCausalLMEagle3"],
-                "model_type": "llama",
-                "target_hidden_size": target.hidden_size,
-                "target_layer_ids": list(self.taps or ()),
-                "norm_before_residual": self.norm_before_residual,
-                "norm_before_fc": self.norm_before_fc,
-            }
-        )
+        own = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "target_hidden_size": target.hidden_size,
+            "target_layer_ids": list(self.taps or ()),
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+        }
+        return common | special_tokens(target) | own
 
     def shape(self) -> LayerShape:
         """Sizes of the layers, of a resolved config."""

@@ -16,12 +16,12 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..infer.drafter import Observation
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
+from .at_once import again
 from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .compare import KEPT_BYTES
 from .layers import ResidualBlock
@@ -118,7 +118,7 @@ class Medusa(TrainedDrafter):
             sums, right = judge(rows, counted)
         else:  # too many logits to keep: they are computed again in the backward pass
             parts = zip(rows.split(ROWS), counted.split(ROWS, dim=1))
-            found = [checkpoint(judge, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+            found = [again(judge, *part) for part in parts]
             sums = torch.stack([part[0] for part in found]).sum(dim=0)
             right = torch.cat([part[1] for part in found], dim=1)
         alive = torch.cat([torch.ones_like(counted[:1]), counted & right]).cumprod(dim=0).bool()  # (K+1, R)
