@@ -102,6 +102,12 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Limit of ea
 Rows = Annotated[int, typer.Option("--rows", help="Answers decoded at the same time.", min=1)]
 
 
+def check_tree(tree: str) -> None:
+    """Raise ValueError unless `tree` is one that `open_drafter` takes."""
+    if tree not in ("fit", "chain", "saved") and not (tree.isdecimal() and int(tree) > 0):
+        raise ValueError(f"--tree must be fit, chain, saved or a number of nodes, got {tree!r}.")
+
+
 def open_drafter(
     name: str,
     target: Target,
@@ -118,8 +124,7 @@ def open_drafter(
     for. schedule: see `ScheduleRule`; other than none it has a trained drafter draft its chain. quantize: int8 or int4
     weights. Raises ValueError if there is no such drafter, or it fits neither the target nor the verifier.
     """
-    if tree not in ("fit", "chain", "saved") and not (tree.isdecimal() and int(tree) > 0):
-        raise ValueError(f"--tree must be fit, chain, saved or a number of nodes, got {tree!r}.")
+    check_tree(tree)
     if schedule not in ("none", "early-stop", "budget"):
         raise ValueError(f"--schedule must be none, early-stop or budget, got {schedule!r}.")
     from ..infer.drafters import make_drafter

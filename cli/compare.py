@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .arguments import Dtype, MaxNewTokens
+from .arguments import Dtype, MaxNewTokens, Tree, check_tree
 from .report import reported
 
 if TYPE_CHECKING:
@@ -65,12 +65,14 @@ def compare(
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
     dtype: Dtype = "auto",
+    tree: Tree = "fit",
 ) -> None:
     """Train each recipe on the same responses for the same time; print one table, and
     held-out tau against data and time as each was trained (--set eval_every=50).
 
-    Measured at temperature 0 and 1 with the tree that is fastest here. What is done
-    already in --out is kept, so the command goes on after an interruption.
+    Measured at temperature 0 and 1 with the tree that is fastest here, or the same
+    for all: --tree 16. What is done already in --out is kept, so the command goes
+    on after an interruption.
 
     Example: draftsmith compare configs/recipes/eagle3_smollm2.yaml --responses runs/demo/responses.jsonl
     """
@@ -79,6 +81,7 @@ def compare(
 
         from .evaluate import write_json
 
+        check_tree(tree)
         entries = _entries(recipes, out)
         settings = [f"data.responses={responses}", f"minutes={minutes}", *(set_values or ())]
         for entry in entries:
@@ -87,9 +90,10 @@ def compare(
             print(f"{number}/{len(entries)} {entry.recipe}", flush=True)
             _train(entry, settings)
             for temperature in TEMPERATURES:
-                _evaluate(entry, temperature, prompts, limit, max_new_tokens, dtype, settings)
+                _evaluate(entry, temperature, prompts, limit, max_new_tokens, dtype, tree, settings)
         lines = [_line(entry) for entry in entries]
-        write_json({"responses": str(responses), "minutes": minutes, "recipes": lines}, out / "compare.json")
+        asked = {"responses": str(responses), "minutes": minutes, "tree": tree}
+        write_json(asked | {"recipes": lines}, out / "compare.json")
         Console().print(table(lines))
         Console().print(curves(lines))
         print(f"written to {out / 'compare.json'}")
@@ -139,6 +143,7 @@ def _evaluate(
     limit: int | None,
     max_new_tokens: int,
     dtype: str,
+    tree: str,
     settings: list[str],
 ) -> None:
     import torch
@@ -150,15 +155,19 @@ def _evaluate(
     from .evaluate import compare, eval_prompts, write_json
 
     path = entry.evaluation(temperature)
+    asked_for = {"tree": tree, "max_new_tokens": max_new_tokens}
     if path.is_file():
-        return
+        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        if all(there[name] == value for name, value in asked_for.items()):
+            return
+        print(f"{path} was measured otherwise; measuring again")
     recipe = load_recipe(entry.recipe, settings)
     # A target that was trained too lies beside the drafter.
     target = Target.load(str(entry.run / FOLDER) if recipe.backbone else recipe.target, dtype=dtype)
     asked = eval_prompts(target, source, split=None if source else "held-out", limit=limit)
     sampling = SamplingParams(temperature=temperature)
     document = compare(
-        target, str(entry.drafter), asked, sampling=sampling, max_new_tokens=max_new_tokens, source=source
+        target, str(entry.drafter), asked, sampling=sampling, max_new_tokens=max_new_tokens, source=source, tree=tree
     )
     write_json(document, path)
     del target

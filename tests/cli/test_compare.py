@@ -61,7 +61,19 @@ def test_two_recipes_become_two_lines(recipes: list[Path], tmp_path: Path) -> No
         )
     )
     options = ("--responses", tmp_path / "data.jsonl", "--out", tmp_path / "all", "--prompts", prompts)
-    command = ("compare", *recipes, *options, "--max-new-tokens", 12, "--dtype", "float32", "--set", "steps=2")
+    command = (
+        "compare",
+        *recipes,
+        *options,
+        "--max-new-tokens",
+        12,
+        "--dtype",
+        "float32",
+        "--set",
+        "steps=2",
+        "--tree",
+        2,
+    )
     ran = draftsmith(*command)
     assert ran.returncode == 0, ran.stderr
     lines = json.loads((tmp_path / "all" / "compare.json").read_text())["recipes"]
@@ -70,6 +82,7 @@ def test_two_recipes_become_two_lines(recipes: list[Path], tmp_path: Path) -> No
         folder = tmp_path / "all" / Path(line["recipe"]).stem
         totals = json.loads((folder / "evaluation_t0.json").read_text())["totals"]
         assert (line["tau"], line["speedup"]) == (totals["tau"], totals["speedup"])
+        assert totals["drafted"] == 2 * totals["rounds"]
         assert line["steps"] == 2
         assert line["identical"] == line["prompts"] == 2
         assert line["peak_bytes"] > 2**27
@@ -85,6 +98,12 @@ def test_two_recipes_become_two_lines(recipes: list[Path], tmp_path: Path) -> No
     assert again.returncode == 0, again.stderr
     assert "is there already" in again.stdout
     assert json.loads((tmp_path / "all" / "compare.json").read_text())["recipes"] == lines
+    other = draftsmith(*command, "--tree", "chain")
+    assert other.returncode == 0, other.stderr
+    assert other.stdout.count("measured otherwise") == 4
+    found = json.loads((tmp_path / "all" / "compare.json").read_text())
+    assert found["tree"] == "chain"
+    assert found["recipes"] != lines
 
 
 def test_recipes_of_one_name_are_refused(cli: Cli, recipe: Path, tmp_path: Path) -> None:
@@ -100,4 +119,14 @@ def test_a_fault_in_the_last_recipe_shows_before_the_first_is_trained(
     ran = cli("compare", *recipes, "--responses", tmp_path / "data.jsonl", "--out", tmp_path / "all")
     assert ran.exit_code == 2
     assert "stpes" in ran.stderr
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_tree_that_there_is_not_shows_before_the_first_is_trained(
+    cli: Cli, recipes: list[Path], tmp_path: Path
+) -> None:
+    options = ("--responses", tmp_path / "data.jsonl", "--out", tmp_path / "all", "--tree", "sixteen")
+    ran = cli("compare", *recipes, *options)
+    assert ran.exit_code == 2
+    assert "number of nodes, got 'sixteen'" in ran.stderr
     assert not (tmp_path / "all").exists()
