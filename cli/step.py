@@ -92,6 +92,7 @@ def measure(recipe: Recipe, *, steps: int, threads: int | None) -> Cost:
 
     from ..distill.objectives import make_objective
     from ..infer.target import Target
+    from ..train.optimiser import make_optimiser
 
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -99,7 +100,7 @@ def measure(recipe: Recipe, *, steps: int, threads: int | None) -> Cost:
     drafter, teacher = _random_work(recipe, target)
     objective = make_objective(recipe.objective)
     trained = [weight for weight in drafter.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    optimiser = make_optimiser(recipe.optimiser, drafter, is_whole=True)
     is_low = recipe.precision == "bf16"
 
     def once() -> tuple[float, float, float]:

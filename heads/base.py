@@ -195,6 +195,16 @@ class TrainedDrafter(nn.Module, ABC):
         return self.num_steps
 
     @property
+    def token_matrices(self) -> list[Tensor]:
+        """Weights with a row per token: embeddings, and projections on a vocabulary, which are layers of these names."""
+        names = {"lm_head", "projections", "markov_w2"}
+        return [
+            module.get_parameter("weight")
+            for path, module in self.named_modules()
+            if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and names & set(path.split(".")))
+        ]
+
+    @property
     def indexed(self) -> tuple[Tensor, ...]:
         """Matrices of linear layers whose rows are looked up too, not only multiplied by: they are not quantised."""
         return ()

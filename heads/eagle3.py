@@ -34,7 +34,7 @@ from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import DynamicTree, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .compare import Drafts, find_ranks, loss_sums
-from .from_target import layer_fields, own_shape, projected_embedding, special_tokens
+from .from_target import layer_fields, own_shape, projected_embedding, special_tokens, start_at_last_tap, start_empty
 from .layers import DecoderLayer, FusedLayer, LayerShape, Memory, RMSNorm, Rotation
 from .offsets import keep_as_offsets
 from .own_cache import OwnCache
@@ -172,6 +172,8 @@ class Eagle3(TrainedDrafter):
             )
         self.lm_head.weight.requires_grad_(config.train_head)
         if self.embed_tokens is None:
+            start_at_last_tap(self.fc, target)  # and so as the target stopped at that layer
+            start_empty(self.norm, (self.midlayer, *self.layers.values()), target)
             self.lm_head.weight.data.copy_(self.vocabulary.select(target.head.weight.detach()))
         keep_as_offsets(self, self.vocabulary)
         self.use_tree(Topology.chain(config.num_steps) if config.tree is None else Topology(config.tree))

@@ -6,15 +6,17 @@ written to config.json.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from ..infer.layers import final_scale
 from ..infer.target import Target
 from .base import HeadConfig
-from .layers import LayerShape
+from .layers import DecoderLayer, FusedLayer, LayerShape, RMSNorm
 
 
 class LayeredConfig(HeadConfig):
@@ -160,6 +162,25 @@ def mask_token(target: Target, given: int | None) -> int:
             f"{why}. Set mask_token_id to a token that answers never hold, such as a reserved special one."
         )
     return token
+
+
+@torch.no_grad()
+def start_empty(norm: RMSNorm, layers: Iterable[DecoderLayer | FusedLayer], target: Target) -> None:
+    """Start with layers that add nothing yet, and with the scale of the target's own final norm, which its head was trained
+    behind, and of its logits."""
+    for layer in layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    scale = final_scale(target.model, target.layers, target.hidden_size)
+    if scale is not None:
+        norm.weight.copy_(scale * target.logit_scale)
+
+
+@torch.no_grad()
+def start_at_last_tap(fc: nn.Linear, target: Target) -> None:
+    """Start with the deepest tap passed on as it is, the others at a tenth of the usual random weights. fc: (D, taps * D)."""
+    fc.weight.mul_(0.1)
+    fc.weight[:, -target.hidden_size :].diagonal().add_(1)
 
 
 def projected_embedding(target: Target, width: int) -> nn.Embedding:

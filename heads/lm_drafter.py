@@ -83,6 +83,10 @@ class LMDrafter(TrainedDrafter, ABC):
         self.topology = Topology(config.tree) if config.tree else Topology.chain(config.num_steps)
         self.train()
 
+    @property
+    def token_matrices(self) -> list[Tensor]:
+        return [*super().token_matrices, self.model_view.head.get_parameter("weight")]
+
     def use_tree(self, topology: Topology) -> None:
         self.topology = topology
 

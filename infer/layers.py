@@ -9,6 +9,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -53,6 +54,33 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not found:
         raise ValueError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers.")
     return found[0]
+
+
+def final_scale(model: nn.Module, layers: nn.ModuleList, width: int) -> Tensor | None:
+    """(D,) float32: what the norm after the last layer multiplies by; None if it has no weights. width: D.
+
+    Norms keep it in their own ways (Gemma as what is added to 1, a layer norm beside a shift), so it is read off what the
+    norm makes of +1 and -1 in turn, whose mean is 0 and whose mean square is 1.
+    """
+    body = next((module for module in model.modules() if any(child is layers for child in module.children())), None)
+    children = list(body.named_children()) if body is not None else []
+    place = next((place for place, (_, child) in enumerate(children) if child is layers), 0)
+    before = [child for name, child in children[:place] if name.startswith("final")]  # OPT's
+    after = [child for _, child in children[place + 1 :]]
+    weights = [dict(child.named_parameters(recurse=False)).get("weight") for child in before + after]
+    norms = [
+        (child, weight)
+        for child, weight in zip(before + after, weights)
+        if weight is not None and weight.shape == (width,)
+    ]
+    if not norms:
+        return None
+    norm, weight = norms[-1]
+    with torch.no_grad():
+        signs = torch.ones(width, dtype=weight.dtype, device=weight.device)
+        signs[1::2] = -1
+        scale: Tensor = (norm(signs[None]) - norm(-signs[None]))[0] / 2 * signs
+    return scale.float()
 
 
 _RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "conv", "jamba", "lfm2", "bamba", "falcon_h1")

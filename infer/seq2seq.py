@@ -56,7 +56,7 @@ class Seq2SeqTarget(Target):
         buffers, settings = dict(self.model.named_buffers()), self.text_config.to_dict()
         self._logits_bias: Tensor | None = buffers.get("final_logits_bias")
         self._scale = self.hidden_size**-0.5 if settings.get("scale_decoder_outputs") else 1.0
-        self._softcap, self._logit_scale = None, 1.0
+        self._softcap, self.logit_scale = None, 1.0
         probes = [self._probe(length) for length in (5, 3)]
         with torch.no_grad():
             own = [self._own_logits(*probe) for probe in probes]

@@ -79,7 +79,7 @@ class Target:
         self.num_layers = len(self.layers)
         settings = self.text_config.to_dict()
         self._softcap: float | None = settings.get("final_logit_softcapping")
-        self._logit_scale: float = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
+        self.logit_scale: float = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
         self._check_rebuilt_logits()
 
     @classmethod
@@ -172,8 +172,8 @@ class Target:
         vocabulary (W,) int64, of these tokens alone, (..., W)."""
         logits: Tensor
         logits = self.head(hidden) if vocabulary is None else self._selection.linear(hidden, self.head, vocabulary)
-        if self._logit_scale != 1.0:
-            logits = logits * self._logit_scale
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits

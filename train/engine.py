@@ -29,6 +29,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from ..heads import LossSums, Objective, TeacherBatch, TrainedDrafter
 from .joint import Joint
+from .optimiser import make_optimiser
 from .recipe import Recipe
 from .trackers import find_trackers
 
@@ -153,24 +154,22 @@ def count_micro_steps(recipe: Recipe, world: int) -> int:
 def prepare(
     engine: Engine, recipe: Recipe, drafter: TrainedDrafter, joint: Joint | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The drafter inside the engine, and its AdamW over fp32 weights. The target stays outside, but for its adapters if it
+    """The drafter inside the engine, and its optimiser over fp32 weights. The target stays outside, but for its adapters if it
     is trained too (`joint`). What the model returns is for `unpack`. Raises ValueError if nothing is trainable."""
     drafter.float()
-    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    if not parameters:
+    if not any(parameter.requires_grad for parameter in drafter.parameters()):
         raise ValueError(
             "this head has no trainable weights, nothing would be trained; check its settings under `head`."
         )
-    groups: list[dict[str, Any]] = [{"params": parameters, "lr_share": 1.0}]
+    further: list[dict[str, Any]] = []
     inside: nn.Module = joint or drafter
     if joint:
-        groups.append({"params": list(joint.adapter), "lr_share": joint.settings.lr_share})
+        further.append({"params": list(joint.adapter), "lr_share": joint.settings.lr_share})
         if engine.name not in (REPLICATED, "zero-1", "zero-2"):
             raise ValueError(f"backbone trains under ddp, zero1 and zero2; this launch is {engine.name}.")
     elif engine.name.startswith("zero-3"):
         inside = _Unit(drafter.to(engine.accelerator.device))
-    settings = recipe.optimiser
-    optimiser = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    optimiser = make_optimiser(recipe.optimiser, drafter, *further, is_whole=engine.name == REPLICATED)
     model, prepared = engine.accelerator.prepare(inside, optimiser)
     return model, prepared
 

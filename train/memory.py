@@ -5,16 +5,17 @@ trained weights, F frozen ones of the drafter's own (an embedding that is not tr
 
 | launch config | weights | gradients | optimiser | working memory | main memory |
 | --- | --- | --- | --- | --- | --- |
-| ddp | 4 (P + F) | 4 P | 8 P | 4 P | |
+| ddp | 4 (P + F) | 4 P | 8 P | | |
 | fsdp2 | 4 (P + F) / N | 4 P / N | 8 P / N | 12 P + 4 F | |
 | zero1 | 4 (P + F) | 4 P | 12 P / N | bucket | |
 | zero2 | 4 (P + F) | 4 P / N | 12 P / N | bucket, and as much for gradients on their way into it | |
 | zero3 | 4 (P + F) / N | 4 P / N | 12 P / N | bucket + 4 (P + F) | |
 | ..._offload | as above | 0 | 0 | as above | 16 P / N |
 
-Under ZeRO the optimiser has weights of its own (4 of the 12). Working memory is what exists during a step only: AdamW's
-square roots (ddp); gathered weights, their gradients and those being exchanged (fsdp2, which wraps the drafter as one
-unit); DeepSpeed's exchange bucket, `reduce_bucket_size` numbers (configs/deepspeed); weights gathered for use (zero3).
+Muon keeps one moment of hidden matrices, so it needs less. Under ZeRO the optimiser has weights of its own (4 of the 12).
+Working memory is what exists during a step only: none of note for a fused update (ddp); gathered weights, their gradients
+and those being exchanged (fsdp2, which wraps the drafter as one unit); DeepSpeed's exchange bucket, `reduce_bucket_size`
+numbers (configs/deepspeed); weights gathered for use (zero3).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def share(launch: str, *, trained: int, frozen: int, world: int) -> Share:
     assert launch in LAUNCHES, f"there is no launch config {launch}"
     whole, part = 4 * (trained + frozen), 4 * trained // world
     if launch == "ddp":
-        return Share(whole, 4 * trained, 8 * trained, 4 * trained, 0)
+        return Share(whole, 4 * trained, 8 * trained, 0, 0)
     if launch == "fsdp2":
         return Share(whole // world, part, 2 * part, whole + 8 * trained, 0)
     bucket, stage = 4 * BUCKET, launch.removeprefix("zero")[0]

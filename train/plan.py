@@ -117,7 +117,8 @@ def make_plan(
     measured = measure(recipe, architecture)
     # A whole target reads the next rows while the drafter's step runs (`assembly.reads_ahead`).
     is_ahead = recipe.data.read_ahead and recipe.data.features == "online" and recipe.backbone is None
-    options, reason = _layouts(measured, architecture, cluster, is_ahead)
+    launches = LAUNCHES if recipe.optimiser.name == "adamw" else LAUNCHES[:1]  # Muon wants whole matrices
+    options, reason = _layouts(measured, architecture, cluster, is_ahead, launches)
     whole = recipe.data.row_length * recipe.rows_per_step
     passes = None if recipe.epochs is None or epoch_tokens is None else int(recipe.epochs * epoch_tokens)
     return Plan(
@@ -135,18 +136,18 @@ def make_plan(
 
 
 def _layouts(
-    measured: Measured, architecture: PretrainedConfig, cluster: Cluster, is_ahead: bool
+    measured: Measured, architecture: PretrainedConfig, cluster: Cluster, is_ahead: bool, launches: Sequence[str]
 ) -> tuple[tuple[Option, ...], str | None]:
     """The whole target everywhere, and split over the fewest processes over which something fits, or else over the most;
     and why it cannot be split if it cannot."""
     world, reason = cluster.world, None
-    options = [_option(measured, cluster, launch, 1, is_ahead) for launch in LAUNCHES]
+    options = [_option(measured, cluster, launch, 1, is_ahead) for launch in launches]
     split: list[Option] = []
     for shards in (number for number in range(2, world + 1) if world % number == 0):
         if why := unsplittable(architecture, shards):
             reason = reason or why
             continue
-        split = [_option(measured, cluster, launch, shards, False) for launch in LAUNCHES]
+        split = [_option(measured, cluster, launch, shards, False) for launch in launches]
         if any(option.fits for option in split):
             break
     return (*options, *split), None if split else reason

@@ -90,8 +90,10 @@ class Data(Section):
 
 
 class Optimiser(Section):
-    """AdamW with a linear warm-up and a cosine to `final_lr_share`."""
+    """AdamW or Muon, with a linear warm-up and a cosine to `final_lr_share`."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: hidden matrices by train/optimiser.py, the rest by AdamW; in one process or under ddp."""
     lr: float = Field(gt=0)
     """Highest learning rate. It differs per method and size, so it has no default (Medusa: 1e-3)."""
     betas: tuple[float, float] = (0.9, 0.95)

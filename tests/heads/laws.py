@@ -133,6 +133,13 @@ def build(method: str, target: Target, **changes: object) -> TrainedDrafter:
     return drafter_class(config_class.model_validate({"method": method, **SMALL[method], **changes}), target)
 
 
+def disturb(drafter: TrainedDrafter) -> None:
+    """Draw the weights that start at zero: they hide whatever they are multiplied by, right or wrong."""
+    for weight in drafter.parameters():
+        if not weight.any():
+            torch.nn.init.normal_(weight.data, std=0.1)
+
+
 def train(drafter: TrainedDrafter, teacher: TeacherBatch, *, steps: int = 120, lr: float = 3e-3) -> list[float]:
     """Plain AdamW on one batch; returns the loss of each step."""
     optimiser = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)

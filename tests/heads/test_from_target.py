@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from transformers import Qwen3Config, Qwen3Model
+import torch
+from torch.nn import functional as F
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 from draftsmith.heads.blocks import BlockLayer
-from draftsmith.heads.from_target import LayeredConfig, check_taps, mask_token, rotary_base, spread_taps
+from draftsmith.heads.eagle3 import Eagle3, Eagle3Config
+from draftsmith.heads.from_target import (
+    LayeredConfig,
+    check_taps,
+    mask_token,
+    rotary_base,
+    spread_taps,
+)
 from draftsmith.heads.layers import LayerShape
+from draftsmith.heads.unroll import Blocks, Unroll
+from draftsmith.infer.layers import decoder_layers, final_scale
 from draftsmith.infer.target import Target
 
 
@@ -71,3 +94,57 @@ def test_the_rotary_base_is_the_targets(build_target: Callable[..., Target]) -> 
     rope = {"rope_type": "default", "rope_theta": 1e6}
     assert rotary_base(build_target(rope_parameters=rope)) == 1e6
     assert rotary_base(build_target()) == 10000.0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2", "opt"])
+def test_the_final_norms_scale_is_found_however_it_is_kept(kind: str) -> None:
+    """A norm's output for any tensor is that of a plain norm times the scale, plus what it shifts by."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
+    model: Any
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=8, num_key_value_heads=1))
+        norm = model.model.norm
+    elif kind == "gemma":
+        model = GemmaForCausalLM(GemmaConfig(**sizes, intermediate_size=8, num_key_value_heads=1, head_dim=8))
+        norm = model.model.norm
+    elif kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))
+        norm = model.transformer.ln_f
+    else:
+        model = OPTForCausalLM(OPTConfig(**sizes, ffn_dim=8, word_embed_proj_dim=16))
+        norm = model.model.decoder.final_layer_norm
+    for weight in norm.parameters():
+        torch.nn.init.normal_(weight)
+    found = final_scale(model, decoder_layers(model), 16)
+    assert found is not None
+    x = torch.randn(3, 16)
+    is_shifted = hasattr(norm, "bias")
+    expected = F.layer_norm(x, (16,)) * found + norm.bias if is_shifted else F.rms_norm(x, (16,)) * found
+    assert torch.allclose(norm(x), expected, atol=1e-4)
+
+
+def test_a_model_without_a_final_norm_has_no_scale() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    assert final_scale(torch.nn.Sequential(torch.nn.LayerNorm(4), layers), layers, 4) is None
+    assert final_scale(torch.nn.Identity(), layers, 4) is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_started_head_judges_as_the_target_stopped_at_the_last_tap(
+    build_target: Callable[..., Target], scale: float
+) -> None:
+    """Whatever its token, its other taps left aside."""
+    target = build_target()
+    torch.nn.init.uniform_(target.model.model.norm.weight, 0.5, 2)
+    target.logit_scale = scale
+    drafter = Eagle3(Eagle3Config(num_layers=2, num_steps=3), target)
+    width = target.hidden_size
+    with torch.no_grad():
+        drafter.fc.weight[:, :-width] = 0
+        drafter.fc.weight[:, -width:] = (drafter.fc.weight[:, -width:] > 0.5).float()
+        features = torch.randn(5, len(drafter.taps) * width)
+        memory = Unroll(Blocks.find(torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool)))
+        found = drafter.advance(torch.arange(5), drafter.fuse(features), torch.arange(5), memory)
+        expected = target.logits(target.model.model.norm(features[:, -width:]))
+        assert torch.allclose(drafter.logits(found), expected, atol=1e-4)

@@ -69,6 +69,14 @@ def test_the_total_is_what_lies_on_the_gpu_at_the_worst_moment(
     assert split.target == 2_000_000_000 + 7_000_000_000
 
 
+def test_muon_is_laid_out_where_it_trains(
+    recipe: Recipe, architecture: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orthogonal = recipe.model_copy(update={"optimiser": recipe.optimiser.model_copy(update={"name": "muon"})})
+    found = plan_of(orthogonal, architecture, Cluster(1, 2, 80), monkeypatch)
+    assert [(option.launch, option.shards) for option in found.options] == [("ddp", 1), ("ddp", 2)]
+
+
 def test_the_simplest_layout_that_fits_is_chosen(
     recipe: Recipe, architecture: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
