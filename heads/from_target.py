@@ -16,7 +16,7 @@ from torch import nn
 from ..infer.layers import final_scale
 from ..infer.target import Target
 from .base import HeadConfig
-from .layers import DecoderLayer, FusedLayer, LayerShape, RMSNorm
+from .layers import LayerShape, RMSNorm
 
 
 class LayeredConfig(HeadConfig):
@@ -165,12 +165,12 @@ def mask_token(target: Target, given: int | None) -> int:
 
 
 @torch.no_grad()
-def start_empty(norm: RMSNorm, layers: Iterable[DecoderLayer | FusedLayer], target: Target) -> None:
+def start_empty(norm: RMSNorm, layers: Iterable[nn.Module], target: Target) -> None:
     """Start with layers that add nothing yet, and with the scale of the target's own final norm, which its head was trained
     behind, and of its logits."""
     for layer in layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+        layer.get_parameter("self_attn.o_proj.weight").zero_()
+        layer.get_parameter("mlp.down_proj.weight").zero_()
     scale = final_scale(target.model, target.layers, target.hidden_size)
     if scale is not None:
         norm.weight.copy_(scale * target.logit_scale)

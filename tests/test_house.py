@@ -137,7 +137,7 @@ def test_every_method_has_its_row_in_papers() -> None:
     assert [row.split("`")[1] for row in rows] == list(METHODS)
 
 
-@pytest.mark.parametrize("document", ["README.md", "PAPERS.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "PAPERS.md", "CONTRIBUTING.md", "CURVES.md"])
 def test_a_file_that_a_document_names_exists(document: str) -> None:
     rooms = "|".join((*ROOMS, "configs", "tests"))
     named = set(re.findall(rf"`((?:{rooms})/[\w./-]+\.\w+)`", (ROOT / document).read_text()))

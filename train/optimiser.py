@@ -38,7 +38,7 @@ class Muon(torch.optim.AdamW):
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group.get("orthogonal")]
         try:
-            loss: Any = super().step(closure)
+            loss: float | None = super().step(closure)
         finally:
             self.param_groups = groups
         for group in groups:
@@ -96,7 +96,7 @@ def make_optimiser(
 
     is_whole: this process has every weight as it is, neither sharded nor flattened. Raises ValueError if Muon does not.
     """
-    rule = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
+    rule: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
     fused = True if is_whole else None  # None: torch's or the engine's own choice
     if settings.name == "adamw":
         trained = [weight for weight in drafter.parameters() if weight.requires_grad]
