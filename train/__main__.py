@@ -7,6 +7,7 @@ import os
 import sys
 
 from . import run
+from .leave import leave
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -41,4 +42,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:
+        leave(main())
     sys.exit(main())

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import distributed
 
 from draftsmith.train import run
+from draftsmith.train.leave import leave
 
 
 def main() -> None:
@@ -28,3 +29,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
