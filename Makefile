@@ -39,6 +39,7 @@ bench-gpu: $(READY)
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu needs a CUDA device, and torch finds none; make bench measures what there is.")'
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/draftsmith bench --json bench-gpu.json
+	$(BIN)/draftsmith bench --forwards graphs --json bench-gpu-graphs.json
 
 # Fast tests run side by side on one thread each; slow ones (real model, statistics, processes, timing) one by one.
 test: $(READY) test-fast

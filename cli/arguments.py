@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -65,6 +66,15 @@ QuantizeDrafter = Annotated[
         "--quantize-drafter", help="The same for a drafter with weights; no text changes.", metavar="int8|int4"
     ),
 ]
+Forwards = Annotated[
+    str,
+    typer.Option(
+        "--forwards",
+        help="eager: the target's verification forwards as transformers runs them; compiled: fused by torch.compile (a C++ "
+        "compiler, up to a minute for every tree and length; --tree fit still goes by eager ones); graphs: CUDA graphs.",
+        metavar="eager|compiled|graphs",
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the smallest set of tokens of this probability; 1 is off.")]
@@ -100,6 +110,22 @@ VerifierName = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="One seed, one text, with any drafter or none.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Limit of each answer.")]
 Rows = Annotated[int, typer.Option("--rows", help="Answers decoded at the same time.", min=1)]
+
+
+def open_target(name: str, *, dtype: str, quantize: str | None = None, forwards: str = "eager") -> Target:
+    """`Target.load`, its forwards as asked (see `Forwards`). Raises ValueError if that cannot be done, with the reason."""
+    if forwards not in ("eager", "compiled", "graphs"):
+        raise ValueError(f"--forwards must be eager, compiled or graphs, got {forwards!r}.")
+    from ..infer.target import Target
+
+    target = Target.load(name, dtype=dtype, quantize=quantize)
+    if forwards == "eager":
+        return target
+    from ..infer.compiled import Compiled
+    from ..infer.recorded import CudaGraphs, RecordedTarget
+
+    recorder = Compiled() if forwards == "compiled" else CudaGraphs()
+    return RecordedTarget(target, recorder, say=partial(print, file=sys.stderr))
 
 
 def check_tree(tree: str) -> None:

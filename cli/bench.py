@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .arguments import DrafterName, Dtype, TargetName
+from .arguments import DrafterName, Dtype, Forwards, TargetName, open_target
 from .report import reported
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def bench(
     rows: Annotated[int, typer.Option("--rows", help="Batch size.", min=1)] = 32,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Limit of each answer.", min=2)] = 256,
     dtype: Dtype = "auto",
+    forwards: Forwards = "eager",
     only: Annotated[
         str | None, typer.Option(help="Measure only what has this in its name, such as 'one at a time'.")
     ] = None,
@@ -45,11 +46,10 @@ def bench(
 
         from ..infer.cost import verify_seconds
         from ..infer.evaluate import machine
-        from ..infer.target import Target
         from .evaluate import write_json
         from .side_by_side import Bench
 
-        model = Target.load(target, dtype=dtype)
+        model = open_target(target, dtype=dtype, forwards=forwards)
         run = Bench(model, target, drafter=drafter, draft=draft, rows=rows, max_new_tokens=max_new_tokens)
         console = Console(highlight=False)
         told = machine(model)

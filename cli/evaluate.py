@@ -14,6 +14,7 @@ import typer
 from .arguments import (
     DrafterName,
     Dtype,
+    Forwards,
     FrequencyPenalty,
     MaxNewTokens,
     MinP,
@@ -31,6 +32,7 @@ from .arguments import (
     Tree,
     VerifierName,
     open_drafter,
+    open_target,
     schedule_for,
 )
 from .report import reported
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
     from ..infer.evaluate import EvalPrompt
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
+
+
+SHIPPED = "shipped, held-out"
+"""How a document calls the prompts that are asked where none are named."""
 
 
 def evaluate(
@@ -70,6 +76,7 @@ def evaluate(
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "auto",
+    forwards: Forwards = "eager",
 ) -> None:
     """Decode prompts with and without the drafter and compare them.
 
@@ -84,7 +91,8 @@ def evaluate(
 
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
-        run: Any = partial(_run, target, drafter, (prompts, limit), dtype=dtype, sampling=sampling, rows=rows)
+        run: Any = partial(_run, target, drafter, (prompts, limit), dtype=dtype, forwards=forwards)
+        run = partial(run, sampling=sampling, rows=rows)
         run = partial(run, tree=tree, verifier=verifier, schedule=schedule, quantize_drafter=quantize_drafter)
         _show(partial(run, max_new_tokens=max_new_tokens), quantize, json_out)
 
@@ -105,15 +113,22 @@ def _show(run: Callable[[str | None], dict[str, Any]], quantize: str | None, jso
 
 
 def _run(
-    name: str, drafter: str, asked: tuple[str | None, int | None], quantize: str | None, *, dtype: str, **options: Any
+    name: str,
+    drafter: str,
+    asked: tuple[str | None, int | None],
+    quantize: str | None,
+    *,
+    dtype: str,
+    forwards: str,
+    **options: Any,
 ) -> dict[str, Any]:
     """The evaluation document of the target called `name`, quantised or not; asked: source and limit of the prompts."""
-    from ..infer.target import Target
-
     source, limit = asked
-    model = Target.load(name, dtype=dtype, quantize=quantize)
+    model = open_target(name, dtype=dtype, quantize=quantize, forwards=forwards)
     prompts = eval_prompts(model, source, split=None if source else "held-out", limit=limit)
-    return compare(model, drafter, prompts, source=source, **options)
+    document = compare(model, drafter, prompts, source=source, **options)
+    document["settings"]["forwards"] = forwards
+    return document
 
 
 def compare(
@@ -145,7 +160,7 @@ def compare(
         sampling=sampling,
         rows=rows,
         verifier=verifier,
-        settings={"drafter": drafter, "prompts": source or "shipped, held-out", "tree": tree}
+        settings={"drafter": drafter, "prompts": source or SHIPPED, "tree": tree}
         | {"schedule": schedule_for(drafter, schedule)}
         | ({"quantize_drafter": quantize_drafter} if quantize_drafter else {}),
     )

@@ -11,6 +11,7 @@ import typer
 from .arguments import (
     DrafterName,
     Dtype,
+    Forwards,
     FrequencyPenalty,
     MaxNewTokens,
     MinP,
@@ -28,6 +29,7 @@ from .arguments import (
     Tree,
     VerifierName,
     open_drafter,
+    open_target,
 )
 from .report import reported
 
@@ -60,6 +62,7 @@ def generate(
     quantize: Quantize = None,
     quantize_drafter: QuantizeDrafter = None,
     dtype: Dtype = "float32",
+    forwards: Forwards = "eager",
     json_out: Annotated[
         Path | None,
         typer.Option("--json", help="Write prompt, answer and settings here, for `draftsmith audit --run`."),
@@ -77,7 +80,6 @@ def generate(
         from ..infer.decode import Engine
         from ..infer.request import Request
         from ..infer.sampling import SamplingParams
-        from ..infer.target import Target
         from ..infer.verifiers import verifier_named
         from .evaluate import write_json
         from .prompts import encode
@@ -85,7 +87,7 @@ def generate(
         penalties = (repetition_penalty, presence_penalty, frequency_penalty)
         sampling = SamplingParams(temperature, top_k, top_p, seed, min_p, *penalties)
         rule = verifier_named(verifier)
-        model = Target.load(target, dtype=dtype, quantize=quantize)
+        model = open_target(target, dtype=dtype, quantize=quantize, forwards=forwards)
         request = Request("prompt", encode(model, prompt), max_new_tokens, sampling, stop or ())
         chosen = open_drafter(
             drafter, model, tree=tree, rows=1, verifier=verifier, schedule=schedule, quantize=quantize_drafter

@@ -124,12 +124,16 @@ class Bench:
 
         return Engine(target or self.target, drafter=drafter, rows=rows)
 
+    def _load(self, name: str, *, dtype: str) -> Target:
+        from ..infer.recorded import recorded_like
+        from ..infer.target import Target
+
+        return recorded_like(Target.load(name, dtype=dtype), self.target)
+
     def _plain(self, rows: int, *, dtype: str | None = None) -> Callable[[Prompts], Answers]:
         def load() -> Engine:
-            from ..infer.target import Target
-
             same = dtype in (None, self.dtype)
-            return self._engine(rows, target=self.target if same else Target.load(self.name, dtype=dtype or ""))
+            return self._engine(rows, target=self.target if same else self._load(self.name, dtype=dtype or ""))
 
         return self._ours(load, self.max_new_tokens)
 
@@ -144,9 +148,8 @@ class Bench:
     def _assisted(self) -> Callable[[Prompts], Answers]:
         def load() -> Engine:
             from ..infer.draft_model import DraftModel
-            from ..infer.target import Target
 
-            model = self.target if self.draft is None else Target.load(self.draft, dtype=self.dtype)
+            model = self.target if self.draft is None else self._load(self.draft, dtype=self.dtype)
             return self._engine(1, DraftModel(model, self.target, length=LENGTH, min_confidence=0))
 
         return self._ours(load, self.max_new_tokens)

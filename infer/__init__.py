@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compiled import Compiled
     from .decode import Engine
     from .decoder import Answer, SpeculativeDecoder, Update
+    from .recorded import CudaGraphs, RecordedTarget
     from .rejection import block, recursive, token_level, traversal
     from .request import Output, Progress, Request, Stats
     from .sampling import SamplingParams
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
 _HOME = {
     "VERIFIERS": "verifiers",
     "Answer": "decoder",
+    "Compiled": "compiled",
+    "CudaGraphs": "recorded",
     "Engine": "decode",
     "Output": "request",
     "Progress": "request",
+    "RecordedTarget": "recorded",
     "Request": "request",
     "SamplingParams": "sampling",
     "SpeculativeDecoder": "decoder",
@@ -44,9 +49,12 @@ _HOME = {
 __all__ = [
     "VERIFIERS",
     "Answer",
+    "Compiled",
+    "CudaGraphs",
     "Engine",
     "Output",
     "Progress",
+    "RecordedTarget",
     "Request",
     "SamplingParams",
     "SpeculativeDecoder",

@@ -133,9 +133,10 @@ class KVCache:
         for buffers in (self.keys, self.values):
             for layer, buffer in enumerate(buffers):
                 heads, _, width = buffer.shape
-                grown = buffer.new_zeros(heads, self.rows, self.capacity, width)
-                grown[:, :, :old] = buffer.view(heads, self.rows, old, width)
-                buffers[layer] = grown.flatten(1, 2)
+                with torch.inference_mode(False), torch.no_grad():
+                    grown = buffer.new_zeros(heads, self.rows, self.capacity, width)
+                    grown[:, :, :old] = buffer.view(heads, self.rows, old, width)
+                    buffers[layer] = grown.flatten(1, 2)
 
     def write_at(self, slots: Tensor, *, read: tuple[int, int, int] | None) -> None:
         """Aim the next forward: `slots` (B*N,) flat indices; `read` (first row, rows, slots) or None for no past."""
@@ -175,7 +176,8 @@ class KVCache:
         return sum(buffer.numel() * buffer.element_size() for buffer in (*self.keys, *self.values))
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return like.new_zeros(like.shape[1], self.rows * self.capacity, like.shape[3])
+        with torch.inference_mode(False):  # so that they may be written to inside of it and outside
+            return like.new_zeros(like.shape[1], self.rows * self.capacity, like.shape[3])
 
     def _view(self, buffer: Tensor) -> Tensor:
         assert self._read is not None

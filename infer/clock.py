@@ -8,6 +8,24 @@ from contextlib import contextmanager
 
 import torch
 
+_aside = 0.0
+
+
+def now() -> float:
+    """Seconds on a clock that stands still during `set_aside`."""
+    return time.perf_counter() - _aside
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """What happens once, such as compiling, is no part of what a round takes."""
+    global _aside
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _aside += time.perf_counter() - began
+
 
 class Clock:
     """Accumulates wall-clock seconds per phase. A phase inside another counts for the inner one only.
@@ -24,13 +42,13 @@ class Clock:
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         self._sync()
-        began = time.perf_counter()
+        began = now()
         self._open.append(0.0)
         try:
             yield
         finally:
             self._sync()
-            took = time.perf_counter() - began
+            took = now() - began
             inner = self._open.pop()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took - inner
             if self._open:

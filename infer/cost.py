@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 
 import torch
 
+from .clock import now
 from .drafter import Drafter, Observation
 from .sampling import Sampling, SamplingParams
 from .target import Target
@@ -40,11 +40,11 @@ def verify_seconds(
             tokens = torch.zeros(rows, size, dtype=torch.int64, device=device)
             tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
             _wait(device)
-            began = time.perf_counter()
+            began = now()
             target.logits(target.verify(tree, lengths, cache, longest=context).hidden).argmax(dim=-1)
             _wait(device)
             if turn:  # the first turn warms up
-                samples[size].append(time.perf_counter() - began)
+                samples[size].append(now() - began)
     fastest = [min(samples[size]) for size in sorted(sizes)]
     return dict(zip(sorted(sizes), itertools.accumulate(fastest, max)))
 
@@ -73,10 +73,10 @@ def draft_seconds(drafter: Drafter, target: Target, *, rows: int, repeats: int =
     while True:
         state = drafter.start(rows=rows, capacity=256)  # anew: a draft model would go on from what it drafted last
         drafter.observe(state, prompt)
-        began = time.perf_counter()
+        began = now()
         tree = drafter.draft(state, anchors, one, sampling)
         tree.tokens.tolist()  # waits for the device
-        taken.append(time.perf_counter() - began)
+        taken.append(now() - began)
         if len(taken) == repeats:
             return tree, statistics.median(taken[1:])
 

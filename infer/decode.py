@@ -280,6 +280,7 @@ class Engine:
         for row in [row for row in self._queue if row is failed or not row.can_go_on(self.target)]:
             self._queue.remove(row)
             self._end(row, "error", row.out_of_memory(fault, rows=rows))
+        self.target.give_up(self.cache)
         self._begin_empty()
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()

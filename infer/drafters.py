@@ -11,6 +11,7 @@ from .draft_model import DraftModel
 from .drafter import Drafter, NoDraft
 from .lookahead import Lookahead
 from .prompt_lookup import PromptLookup
+from .recorded import recorded_like
 from .target import Target
 from .tree import Topology
 
@@ -31,7 +32,7 @@ def make_drafter(
 
     name: one of NAMES. load_trained: loads a trained drafter's folder (`heads.load_drafter`; this room knows no methods).
     draws: the shape that a draft model samples, keeping the rows it samples from (see `verifiers.NamedVerifier`); '' for the
-    coupled draft of sample-match. It is loaded in the target's precision, on its device; quantize: with int8 or int4
+    coupled draft of sample-match. It is loaded in the target's precision, on its device, and recorded if it is; quantize: with int8 or int4
     weights (a trained one is quantised by its loader). Raises ValueError if there is no such drafter or it does not fit
     the target.
     """
@@ -46,7 +47,8 @@ def make_drafter(
     kind, _, model = name.partition(":")
     if kind == "draft" and model:
         dtype = str(target.dtype).removeprefix("torch.")
-        draft = Target.load(model, dtype=dtype, device=str(target.device), quantize=quantize)
+        loaded = Target.load(model, dtype=dtype, device=str(target.device), quantize=quantize)
+        draft = recorded_like(loaded, target)
         if draws == "tree":
             return DraftTree(draft, target, shape=DRAWN_TREE)
         return DraftModel(draft, target, is_drawn=draws == "chain")

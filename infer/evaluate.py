@@ -7,7 +7,6 @@ tau = emitted / rounds, speed = sum of tokens over sum of seconds with the same 
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from .audit import audit
+from .clock import now
 from .decode import Engine
 from .drafter import Drafter
 from .memory import num_bytes
@@ -200,11 +200,11 @@ def _warm_up(plain: Engine, drafted: Engine, prompt: EvalPrompt) -> None:
 
 def _decode(engine: Engine, requests: list[Request], totals: _Side) -> list[Output]:
     before, steps = dict(engine.clock.seconds), engine.steps
-    began = time.perf_counter()
+    began = now()
     for request in requests:
         engine.add(request)
     outputs = {output.id: output.checked() for output in engine.run()}
-    seconds = time.perf_counter() - began
+    seconds = now() - began
     phases = {name: value - before.get(name, 0.0) for name, value in engine.clock.seconds.items()}
     totals.add(_Side(sum(len(output.tokens) for output in outputs.values()), seconds, engine.steps - steps, phases))
     return [outputs[request.id] for request in requests]

@@ -167,6 +167,9 @@ class Target:
         """An empty cache for what this target reads."""
         return KVCache(rows=rows, capacity=capacity)
 
+    def give_up(self, cache: KVCache) -> None:
+        """Memory ran out: this cache will not be used again, and nothing of it is to be kept."""
+
     def logits(self, hidden: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """The target's logits for rows of its last hidden state: (..., D) -> (..., V), soft-cap and scale included; with
         vocabulary (W,) int64, of these tokens alone, (..., W)."""
@@ -186,13 +189,12 @@ class Target:
         return self._forward(tokens, positions, Packed(segments, positions), cache=None, taps=taps)
 
     def read_blank(self, cache: KVCache, *, rows: int, length: int) -> None:
-        """Let rows stand where `length` tokens have been read, whatever they say: for measuring what comes after."""
+        """Let rows stand where `length` tokens were read, whatever they say: for measuring what comes after."""
         cache.reserve(length)
 
     @torch.no_grad()
     def replay(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-        """(T+1, D): the hidden states that score each of the T tokens of an answer, and the token after them, computed
-        without a cache."""
+        """(T+1, D): the states that score each of the T tokens of an answer and the token after, without a cache."""
         tokens = torch.tensor([[*prompt, *answer]], device=self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)[None]
         return self.read_packed(tokens, positions, torch.ones_like(tokens)).hidden[0, len(prompt) - 1 :]

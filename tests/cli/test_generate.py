@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith.infer.target import Target
 
 from .conftest import Cli
 
+no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 COUNTS = re.compile(r"rounds (\d+)  drafted (\d+)  accepted (\d+)  emitted (\d+)  tau (\d+\.\d\d)  (\d+\.\d) tokens/s")
 
 
@@ -199,6 +201,8 @@ def test_an_unknown_method_is_named_with_the_known_ones(
         (("hi", "--stop", ""), "stop must be a list of non-empty strings"),
         (("hi", "--verifier", "best"), "no verifier 'best'; expected sample-match"),
         (("hi", "--max-new-tokens", "0"), "max_new_tokens must be at least 1"),
+        pytest.param(("hi", "--forwards", "graphs"), "graphs are CUDA graphs", marks=no_card),
+        (("hi", "--forwards", "fast"), "--forwards must be eager, compiled or graphs, got 'fast'"),
         (("",), "the prompt is empty"),
         (("the cat " * 300,), "exceed the target's context of 512"),
     ],
