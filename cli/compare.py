@@ -8,42 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .arguments import Dtype, MaxNewTokens, Tree, check_tree
+from .compare_table import TEMPERATURES, Entry, curves, line_of, table
 from .report import reported
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-TEMPERATURES = (0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One recipe of the comparison and where its files are."""
-
-    recipe: Path
-    folder: Path
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "train"
-
-    @property
-    def drafter(self) -> Path:
-        return self.run / "drafter"
-
-    @property
-    def memory(self) -> Path:
-        return self.folder / "memory.json"
-
-    def evaluation(self, temperature: float) -> Path:
-        return self.folder / f"evaluation_t{temperature:g}.json"
 
 
 def compare(
@@ -91,7 +63,7 @@ def compare(
             _train(entry, settings)
             for temperature in TEMPERATURES:
                 _evaluate(entry, temperature, prompts, limit, max_new_tokens, dtype, tree, settings)
-        lines = [_line(entry) for entry in entries]
+        lines = [line_of(entry) for entry in entries]
         asked = {"responses": str(responses), "minutes": minutes, "tree": tree}
         write_json(asked | {"recipes": lines}, out / "compare.json")
         Console().print(table(lines))
@@ -107,10 +79,18 @@ def _entries(recipes: Sequence[Path], out: Path) -> list[Entry]:
 
 
 def _check(entry: Entry, settings: list[str]) -> None:
-    """A fault in any recipe shows before the first is trained."""
-    from ..train.recipe import load_recipe
+    """A fault in any recipe shows before the first is trained, and so does a drafter that was trained otherwise."""
+    from ..train.recipe import differences, load_recipe
 
-    load_recipe(entry.recipe, [*settings, f"out={entry.run}"])
+    recipe = load_recipe(entry.recipe, [*settings, f"out={entry.run}"])
+    if not entry.drafter.is_dir():
+        return
+    saved = json.loads((entry.run / "run.json").read_text(encoding="utf-8"))["recipe"]
+    if changed := differences(saved, recipe):
+        raise ValueError(
+            f"the drafter in {entry.drafter} was trained with other settings: {'; '.join(changed)}. Ask for the same, give "
+            f"another --out, or remove {entry.folder} to train it again."
+        )
 
 
 def _train(entry: Entry, settings: list[str]) -> None:
@@ -148,17 +128,24 @@ def _evaluate(
 ) -> None:
     import torch
 
+    from ..infer.precision import resolve_dtype
     from ..infer.sampling import SamplingParams
     from ..infer.target import Target
     from ..train.joint import FOLDER
     from ..train.recipe import load_recipe
-    from .evaluate import compare, eval_prompts, write_json
+    from .evaluate import SHIPPED, compare, eval_prompts, write_json
 
     path = entry.evaluation(temperature)
-    asked_for = {"tree": tree, "max_new_tokens": max_new_tokens}
+    asked_for = {
+        "tree": tree,
+        "max_new_tokens": max_new_tokens,
+        "prompts": source or SHIPPED,
+        "limit": limit,
+        "dtype": resolve_dtype(dtype),
+    }
     if path.is_file():
         there = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        if all(there[name] == value for name, value in asked_for.items()):
+        if all(name in there and there[name] == value for name, value in asked_for.items()):
             return
         print(f"{path} was measured otherwise; measuring again")
     recipe = load_recipe(entry.recipe, settings)
@@ -169,127 +156,8 @@ def _evaluate(
     document = compare(
         target, str(entry.drafter), asked, sampling=sampling, max_new_tokens=max_new_tokens, source=source, tree=tree
     )
+    document["settings"]["limit"] = limit
     write_json(document, path)
     del target
     gc.collect()
     torch.cuda.empty_cache()  # the next recipe trains in a process of its own, on the same card
-
-
-def _line(entry: Entry) -> dict[str, Any]:
-    """The figures of one recipe; every one is read from what its run and its evaluations wrote."""
-    run = json.loads((entry.run / "run.json").read_text(encoding="utf-8"))
-    totals = [json.loads(entry.evaluation(t).read_text(encoding="utf-8"))["totals"] for t in TEMPERATURES]
-    recipe, position = run["recipe"], run["position"]
-    tokens = position["step"] * recipe["rows_per_step"] * recipe["data"]["row_length"]
-    memory = json.loads(entry.memory.read_text(encoding="utf-8")) if entry.memory.is_file() else {}
-    return {
-        "recipe": str(entry.recipe),
-        "weights": _count_weights(entry.drafter),
-        "steps": position["step"],
-        "seconds": position["seconds"],
-        "train_tokens_per_s": tokens / position["seconds"],
-        "predicted_tau": run["measured"]["predicted_tau"],
-        "tau": totals[0]["tau"],
-        "tau_at_1": totals[1]["tau"],
-        "acceptance": totals[0]["acceptance"],
-        "tokens_per_s": totals[0]["tokens_per_s"],
-        "speedup": totals[0]["speedup"],
-        "speedup_at_1": totals[1]["speedup"],
-        "identical": totals[0]["identical"],
-        "near_ties": totals[0]["near_ties"],
-        "prompts": totals[0]["prompts"],
-        "peak_bytes": memory.get("peak_bytes"),
-        "curve": _curve(entry.run),
-    }
-
-
-def _curve(run: Path) -> list[dict[str, float]]:
-    """Step, tokens and seconds of training, and predicted tau, at each held-out evaluation."""
-    timing, metrics = (
-        [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("timing.jsonl", "metrics.jsonl")
-    )
-    spent: dict[int, tuple[int, float]] = {}
-    before, last = (0, 0.0), (0, 0.0)
-    for line in timing:
-        if line["tokens"] <= last[0] - before[0]:  # a resumed process counts from 0
-            before = last
-        last = before[0] + line["tokens"], before[1] + line["seconds"]
-        spent[line["step"]] = last
-    return [
-        {
-            "step": line["step"],
-            "tokens": spent[line["step"]][0],
-            "seconds": spent[line["step"]][1],
-            "predicted_tau": tau,
-        }
-        for line in metrics
-        if (tau := line.get("held_out/predicted_tau")) is not None and line["step"] in spent
-    ]
-
-
-def _count_weights(drafter: Path) -> int:
-    """Numbers in the drafter's file, the frozen ones that its format holds included."""
-    import math
-
-    from safetensors import safe_open
-
-    with safe_open(drafter / "model.safetensors", framework="numpy") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-
-
-def table(lines: Sequence[dict[str, Any]]) -> Table:
-    """One row per recipe, the fastest first."""
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE, pad_edge=False)
-    for name in (
-        "recipe",
-        "weights",
-        "train tok/s",
-        "chain tau",
-        "tau T=0",
-        "T=1",
-        "acceptance@k",
-        "tok/s",
-        "speed-up",
-        "GiB",
-    ):
-        shown.add_column(name, justify="left" if name == "recipe" else "right")
-    for line in sorted(lines, key=lambda line: -line["speedup"]):
-        peak = line["peak_bytes"]
-        shown.add_row(
-            Path(line["recipe"]).stem,
-            f"{line['weights'] / 1e6:.1f}M",
-            f"{line['train_tokens_per_s']:,.0f}",
-            f"{line['predicted_tau']:.2f}",
-            f"{line['tau']:.2f}",
-            f"{line['tau_at_1']:.2f}",
-            " ".join(f"{value:.2f}".removeprefix("0") for value in line["acceptance"]),
-            f"{line['tokens_per_s']:.1f}",
-            f"{line['speedup']:.2f}x",
-            "" if peak is None else f"{peak / 2**30:.1f}",
-        )
-    return shown
-
-
-def curves(lines: Sequence[dict[str, Any]], *, most: int = 6) -> Table:
-    """Held-out tau of each recipe against the tokens and minutes it was trained on, at `most` evaluations at most."""
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE, pad_edge=False, title="tau after thousands of tokens (minutes)", title_justify="left")
-    count = max((min(len(line["curve"]), most) for line in lines), default=0)
-    for name in ("recipe", *[""] * count):
-        shown.add_column(name, justify="left" if name else "right")
-    for line in lines:
-        curve = line["curve"]
-        own = min(count, len(curve))
-        picked = [curve[-1 - round(place * (len(curve) - 1) / max(own - 1, 1))] for place in range(own)]
-        points = [
-            f"{point['predicted_tau']:.2f} {point['tokens'] / 1e3:.0f}k ({point['seconds'] / 60:.1f})"
-            for point in reversed(picked)
-        ]
-        shown.add_row(Path(line["recipe"]).stem, *points)
-    return shown

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftsmith.cli.compare import _curve, curves
+from draftsmith.cli.compare_table import curve_of, curves
 
 from .conftest import Cli
 from .test_train import draftsmith, recipe
@@ -35,7 +35,7 @@ def test_a_curve_goes_on_where_an_interrupted_process_stopped(tmp_path: Path) ->
     metrics = [{"step": 2, "held_out/predicted_tau": 1.2}, {"step": 4, "held_out/predicted_tau": 1.4}, {"step": 4}]
     for name, lines in (("timing.jsonl", timing), ("metrics.jsonl", metrics)):
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curve = _curve(tmp_path)
+    curve = curve_of(tmp_path)
     assert [tuple(point.values()) for point in curve] == [(2, 20, 2.0, 1.2), (4, 50, 5.5, 1.4)]
 
 
@@ -104,6 +104,13 @@ def test_two_recipes_become_two_lines(recipes: list[Path], tmp_path: Path) -> No
     found = json.loads((tmp_path / "all" / "compare.json").read_text())
     assert found["tree"] == "chain"
     assert found["recipes"] != lines
+    fewer = draftsmith(*command, "--tree", "chain", "--limit", 1)
+    assert fewer.returncode == 0, fewer.stderr
+    assert fewer.stdout.count("measured otherwise") == 4
+    assert {line["prompts"] for line in json.loads((tmp_path / "all" / "compare.json").read_text())["recipes"]} == {1}
+    longer = draftsmith(*command, "--set", "steps=3")
+    assert longer.returncode == 2
+    assert "trained with other settings: steps: 2 then, 3 now" in longer.stderr
 
 
 def test_recipes_of_one_name_are_refused(cli: Cli, recipe: Path, tmp_path: Path) -> None:
