@@ -24,6 +24,8 @@ EVALUATED, EVALUATED_TOKENS = 16, 96
 """Held-out prompts decoded with and without the drafter, and the limit of each answer."""
 EXACT = 4
 """Of those, prompts decoded again in float32, where the text must be identical."""
+SHOWN = 4
+"""Nodes that are drafted where no tree pays."""
 QUESTION = "Explain in a few sentences why leaves change their colour in autumn."
 
 
@@ -75,9 +77,10 @@ def demo(
         _say(2, f"heads learn from the answers ({recipe})")
         _train(recipe, settings, places)
         _say(3, "held-out prompts with and without the heads")
-        document = _evaluate(model, places)
+        tree = _tree(model, places)
+        document = _evaluate(model, places, tree=tree)
         _say(4, "one answer, streamed; green tokens were drafted and accepted")
-        _answer(model, places)
+        _answer(model, places, tree=tree)
         _close(places, document)
 
 
@@ -137,7 +140,22 @@ def _train(recipe: Path, settings: list[str], places: Places) -> None:
         raise KeyboardInterrupt
 
 
-def _evaluate(target: Target, places: Places) -> dict[str, Any]:
+def _tree(target: Target, places: Places) -> str:
+    """The tree that is fastest here; where none pays, a small one all the same, since a demo shows the heads at work."""
+    from ..heads import load_drafter
+    from ..heads.fit import fit_tree
+
+    fit = fit_tree(load_drafter(places.drafter, target), target, rows=1)
+    if fit is None:
+        return "saved"
+    if not fit.topology.paths:
+        print(
+            f"no tree pays on this machine with what the heads know; drafting {SHOWN} nodes all the same, to show them"
+        )
+    return str(len(fit.topology.paths) or SHOWN)
+
+
+def _evaluate(target: Target, places: Places, *, tree: str) -> dict[str, Any]:
     """Speed in the precision this machine is fast at, identity in float32; both are in the document that is written."""
     from rich.console import Console
 
@@ -145,12 +163,13 @@ def _evaluate(target: Target, places: Places) -> dict[str, Any]:
     from .evaluate import compare, eval_prompts, table, write_json
 
     prompts = eval_prompts(target, None, split="held-out", limit=EVALUATED)
-    document = compare(target, str(places.drafter), prompts, max_new_tokens=EVALUATED_TOKENS)
+    document = compare(target, str(places.drafter), prompts, max_new_tokens=EVALUATED_TOKENS, tree=tree)
     Console().print(table(document))
     exact = document
     if document["settings"]["dtype"] != "float32":
         some = _spread(prompts, EXACT)
-        exact = compare(Target.load(target.name), str(places.drafter), some, max_new_tokens=EVALUATED_TOKENS)
+        whole = Target.load(target.name)
+        exact = compare(whole, str(places.drafter), some, max_new_tokens=EVALUATED_TOKENS, tree=tree)
     totals = exact["totals"]
     print(f"in float32, {totals['identical']}/{totals['prompts']} texts are identical to plain decoding's")
     document["float32"] = {"totals": totals, "settings": exact["settings"]}
@@ -162,14 +181,14 @@ def _spread(prompts: list[EvalPrompt], count: int) -> list[EvalPrompt]:
     return [prompts[index * len(prompts) // count] for index in range(min(count, len(prompts)))]
 
 
-def _answer(target: Target, places: Places) -> None:
+def _answer(target: Target, places: Places, *, tree: str) -> None:
     from ..infer.decode import Engine
     from ..infer.request import Request
     from .arguments import open_drafter
     from .generate import counts, stream
     from .prompts import encode
 
-    engine = Engine(target, drafter=open_drafter(str(places.drafter), target, tree="fit", rows=1), rows=1)
+    engine = Engine(target, drafter=open_drafter(str(places.drafter), target, tree=tree, rows=1), rows=1)
     output = stream(engine, Request("demo", encode(target, QUESTION), EVALUATED_TOKENS))
     print(counts(output, engine.clock.total()))
 

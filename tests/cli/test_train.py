@@ -117,6 +117,7 @@ def test_demo_goes_from_prompts_to_an_evaluation(
     assert ran.exit_code == 0, ran.stderr
     document = json.loads((out / "evaluation.json").read_text())
     assert document["float32"]["totals"]["identical"] == document["float32"]["totals"]["prompts"]
+    assert document["totals"]["drafted"] > 0, "whether it pays or not"
     assert all(str(out / name) in ran.stdout for name in ("responses.jsonl", "evaluation.json", "train/drafter"))
     assert "try next:" in ran.stdout
     again = cli(*command)
