@@ -36,7 +36,7 @@ HOT = SamplingParams(temperature=0.9, top_p=0.95)
 class Trace:
     """Records a function's tensor operations; counts how often they were played."""
 
-    seen, most, takes = 4, 64, "at once"
+    seen, most, takes = 4, 3, "at once"
 
     def __init__(self, step: int = 128) -> None:
         self.step, self.recorded, self.played = step, 0, 0
