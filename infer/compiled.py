@@ -18,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .target import Reading
 
+PRODUCT = "mkldnn._linear_pointwise.default"
+"""What packed.py multiplies with, by name: builds of torch without oneDNN have no such operation."""
 SMALLEST = 256
 """Slots that the first recording of a shape reads; each further one reads twice as many."""
 
@@ -84,7 +86,7 @@ def _number_products(traced: fx.GraphModule) -> list[_Matrix]:
     """Call packed products by their number, and let go of what is not used then; the matrices so called."""
     tensors, graph, found = dict(traced.named_buffers()), traced.graph, list[_Matrix]()
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is torch.ops.mkldnn._linear_pointwise.default:
+        if node.op == "call_function" and str(node.target) == PRODUCT:
             inputs, weight, bias = node.args[:3]
             packed = tensors[weight.target]
             matrix = _numbered(packed, None if bias is None else tensors[bias.target])
