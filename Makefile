@@ -41,9 +41,9 @@ bench-gpu: $(READY)
 	$(BIN)/draftsmith bench --json bench-gpu.json
 	$(BIN)/draftsmith bench --forwards graphs --json bench-gpu-graphs.json
 
-# Fast tests run side by side on one thread each; slow ones (real model, statistics, processes, timing) one by one.
+# Side by side on one thread each; slow tests (real model, statistics, processes) file by file, as many share what they train.
 test: $(READY) test-fast
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .arguments import DrafterName, Dtype, Forwards, TargetName, open_target
+from .arguments import DrafterName, Dtype, Forwards, TargetName
+from .opening import open_target
 from .report import reported
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .arguments import Dtype, MaxNewTokens, Rows, Seed, TargetName, Temperature, TopK, TopP, open_drafter
+from .arguments import Dtype, MaxNewTokens, Rows, Seed, TargetName, Temperature, TopK, TopP
+from .opening import open_drafter
 from .report import reported
 
 if TYPE_CHECKING:

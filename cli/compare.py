@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Dtype, MaxNewTokens, Tree, check_tree
+from .arguments import Dtype, MaxNewTokens, Tree
 from .compare_table import TEMPERATURES, Entry, curves, line_of, table
+from .opening import check_tree
 from .report import reported
 
 

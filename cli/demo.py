@@ -184,8 +184,8 @@ def _spread(prompts: list[EvalPrompt], count: int) -> list[EvalPrompt]:
 def _answer(target: Target, places: Places, *, tree: str) -> None:
     from ..infer.decode import Engine
     from ..infer.request import Request
-    from .arguments import open_drafter
     from .generate import counts, stream
+    from .opening import open_drafter
     from .prompts import encode
 
     engine = Engine(target, drafter=open_drafter(str(places.drafter), target, tree=tree, rows=1), rows=1)

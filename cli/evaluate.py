@@ -31,10 +31,8 @@ from .arguments import (
     TopP,
     Tree,
     VerifierName,
-    open_drafter,
-    open_target,
-    schedule_for,
 )
+from .opening import open_drafter, open_target, schedule_for
 from .report import reported
 
 if TYPE_CHECKING:

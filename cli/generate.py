@@ -28,9 +28,8 @@ from .arguments import (
     TopP,
     Tree,
     VerifierName,
-    open_drafter,
-    open_target,
 )
+from .opening import open_drafter, open_target
 from .report import reported
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from .arguments import (
     TopK,
     TopP,
     Tree,
-    open_drafter,
 )
+from .opening import open_drafter
 from .report import reported
 
 if TYPE_CHECKING:

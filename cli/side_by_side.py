@@ -156,7 +156,7 @@ class Bench:
 
     def _lookup(self) -> Callable[[Prompts], Answers]:
         def load() -> Engine:
-            from .arguments import open_drafter
+            from .opening import open_drafter
 
             return self._engine(1, open_drafter("prompt-lookup", self.target, tree="fit", rows=1))
 
@@ -164,7 +164,7 @@ class Bench:
 
     def _drafted(self, rows: int) -> Callable[[Prompts], Answers]:
         def load() -> Engine:
-            from .arguments import open_drafter
+            from .opening import open_drafter
 
             return self._engine(rows, open_drafter(self.drafter, self.target, tree="fit", rows=rows))
 

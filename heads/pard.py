@@ -155,18 +155,15 @@ class MaskReader(DraftReader):
 
     def draft(self, state: DraftState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
         rows, steps = (torch.arange(n, device=anchors.device) for n in (len(anchors), self.depth))
-        at, read = lengths.clamp(max=self._limit), state.read[: len(anchors)].clamp(max=self._limit)
-        edges = torch.stack([lengths.min(), at.max(), read.max(), (at - read).max()])
-        shortest, longest, read_by_any, unread = edges.tolist()
-        if shortest > self._limit:
+        left = self._unread(state, anchors, lengths)
+        if left is None:
             return TokenTree.root(anchors)
-        state.reserve(longest + 1 + self.depth)
-        state.text[rows, at] = anchors
-        slots = read[:, None] + torch.arange(unread + self.depth, device=rows.device)  # masks fill the shorter rows
+        at, read = left.at, left.read
+        slots = read[:, None] + torch.arange(left.count + self.depth, device=rows.device)  # masks fill the shorter rows
         text = self._known(state.text[rows[:, None], slots.minimum(at[:, None])])
         tokens = torch.where(slots <= at[:, None], text, self.mask)
         chain = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
-        hidden = self.model.verify(chain, read, state.cache, longest=read_by_any).hidden
+        hidden = self.model.verify(chain, read, state.cache, longest=left.read_by_any).hidden
         state.read[: len(anchors)] = at + 1  # the masks behind are overwritten by what is read next
         logits = self._logits(hidden[rows[:, None], (at - read)[:, None] + steps])  # (B, K, V)
         scores = [self._scores(logits[:, k : k + 1], at + 1 + k, sampling)[:, 0] for k in range(self.depth)]

@@ -36,6 +36,8 @@ from .tree import TokenTree
 
 PREFILL_TOKENS = 512
 """Prompt tokens read in one forward."""
+CATCH_UP_TOKENS = 64
+"""Tokens read in one forward by a model that was not asked for a while: a chain's mask is the square of its length."""
 
 
 @dataclass
@@ -54,6 +56,22 @@ class DraftState:
         missing = self.cache.capacity - self.text.shape[1]
         if missing:
             self.text = pad(self.text, (0, missing))
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What the draft model has to read before it can propose."""
+
+    at: Tensor
+    """(B,) int64: positions of the anchors."""
+    read: Tensor
+    """(B,) int64: tokens read."""
+    longest: int
+    """Maximum of `at`."""
+    read_by_any: int
+    """Maximum of `read`."""
+    count: int
+    """Maximum of at - read."""
 
 
 @dataclass(frozen=True)
@@ -120,25 +138,40 @@ class DraftReader:
             tokens = self._known(state.text[row, :count])
             self.model.read_prompts([tokens], state.cache, first_row=row, budget=PREFILL_TOKENS)
 
-    def _open(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Opening | None:
-        """Read each row's tokens that are still unread, the anchor last; None if no row has room for a draft.
+    def _unread(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Unread | None:
+        """Note the anchors and read what is far behind them; None if no row has room for a draft.
 
         Rows beyond the model's context are kept at its end, where nothing reads what they do.
         """
-        rows = torch.arange(len(anchors), device=anchors.device)
         at, read = lengths.clamp(max=self._limit), state.read[: len(anchors)].clamp(max=self._limit)
         edges = torch.stack([lengths.min(), at.max(), read.max(), (at - read).max()])
-        shortest, longest, read_by_any, unread = edges.tolist()
+        shortest, longest, read_by_any, count = edges.tolist()
         if shortest > self._limit:
             return None
         state.reserve(longest + 1 + self.depth)
-        state.text[rows, at] = anchors
-        slots = (read[:, None] + torch.arange(unread + 1, device=rows.device)).minimum(at[:, None])
-        tokens = self._known(state.text[rows[:, None], slots])
+        state.text[range(len(anchors)), at] = anchors
+        while count > CATCH_UP_TOKENS:
+            self._read(state, read, at, width=CATCH_UP_TOKENS, read_by_any=read_by_any)
+            read = (read + CATCH_UP_TOKENS).minimum(at)
+            read_by_any, count = min(read_by_any + CATCH_UP_TOKENS, longest), count - CATCH_UP_TOKENS
+        return Unread(at, read, longest, read_by_any, count)
+
+    def _read(self, state: DraftState, read: Tensor, at: Tensor, *, width: int, read_by_any: int) -> Tensor:
+        """The model's hidden states (B, width, D) at each row's next tokens; after a row's anchor, that token again."""
+        slots = (read[:, None] + torch.arange(width, device=read.device)).minimum(at[:, None])
+        tokens = self._known(state.text[: len(at)].gather(1, slots))
         tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
-        hidden = self.model.verify(tree, read, state.cache, longest=read_by_any).hidden
-        state.read[: len(anchors)] = at + 1
-        return Opening(at, longest, lengths <= self._limit, self._logits(hidden[rows, at - read]))
+        return self.model.verify(tree, read, state.cache, longest=read_by_any).hidden
+
+    def _open(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Opening | None:
+        """Read each row's tokens that are still unread, the anchor last; None if no row has room for a draft."""
+        left = self._unread(state, anchors, lengths)
+        if left is None:
+            return None
+        hidden = self._read(state, left.read, left.at, width=left.count + 1, read_by_any=left.read_by_any)
+        state.read[: len(anchors)] = left.at + 1
+        anchor_hidden = hidden[range(len(anchors)), left.at - left.read]
+        return Opening(left.at, left.longest, lengths <= self._limit, self._logits(anchor_hidden))
 
     def _read_level(self, state: DraftState, tree: TokenTree, opening: Opening, count: int) -> Tensor:
         """(B, M, V): logits at the last `count` nodes of a growing tree whose other nodes were read before."""

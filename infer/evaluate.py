@@ -19,9 +19,12 @@ from .audit import audit
 from .clock import now
 from .decode import Engine
 from .drafter import Drafter
+from .grafted import Grafted
 from .memory import num_bytes
 from .request import Output, Request, Stats
 from .sampling import SamplingParams
+from .schedule import Scheduled
+from .standby import Standby
 from .target import Target
 from .verifiers import verifier_named
 
@@ -238,10 +241,12 @@ def _compare(
 
 def _memory(target: Target, drafter: Drafter, engine: Engine) -> dict[str, int | None]:
     """Bytes of weights and of the target's cache; of all on the card at its fullest, where there is one."""
-    is_cuda = target.device.type == "cuda"
+    is_cuda, inner = target.device.type == "cuda", drafter
+    while isinstance(inner, Grafted | Scheduled | Standby):
+        inner = inner.drafter
     return {
         "target_weights": num_bytes(target.model),
-        "drafter_weights": num_bytes(drafter) if isinstance(drafter, torch.nn.Module) else None,
+        "drafter_weights": num_bytes(inner) if isinstance(inner, torch.nn.Module) else None,
         "cache": engine.cache.num_bytes(),
         "peak": torch.cuda.max_memory_allocated(target.device) if is_cuda else None,
     }

@@ -17,7 +17,7 @@ Letters: B rows, n nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +38,31 @@ FADING = 0.9
 
 
 @dataclass
+class Trials:
+    """When to draft: while it pays, and on trial now and then while it does not."""
+
+    left: int = TRIAL
+    """Rounds that draft whatever comes of it."""
+    waited: int = 0
+    """Plain rounds since the last draft."""
+    pause: int = SHORTEST
+
+    def due(self, pays: bool) -> bool:
+        """Whether the next round drafts; asked once a round, with what the record says."""
+        if self.left:
+            self.left -= 1
+        elif pays:
+            self.pause = SHORTEST
+        elif self.waited < self.pause:
+            self.waited += 1
+            return False
+        else:
+            self.left, self.pause = TRIAL - 1, min(2 * self.pause, LONGEST)
+        self.waited = 0
+        return True
+
+
+@dataclass
 class StandbyState:
     """The drafter's own state, and what drafting has brought lately."""
 
@@ -46,11 +71,7 @@ class StandbyState:
     """Tokens per row and round, over the rounds that drafted."""
     nodes: int = 1
     """Of the newest tree."""
-    trial: int = TRIAL
-    """Rounds that draft whatever comes of it."""
-    waited: int = 0
-    """Plain rounds since the last draft."""
-    pause: int = SHORTEST
+    trials: Trials = field(default_factory=Trials)
     is_plain: bool = True
     """Whether the newest round drafted nothing on purpose."""
 
@@ -97,24 +118,12 @@ class Standby:
             return
         now = seen.count.double().mean().item()
         state.emitted = now if not state.emitted else FADING * state.emitted + (1 - FADING) * now
-        state.trial = max(0, state.trial - 1)
 
     def draft(self, state: StandbyState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-        state.is_plain = not self._is_due(state, rows=len(anchors))
+        pays = state.emitted > self.needs(len(anchors), nodes=state.nodes)
+        state.is_plain = not state.trials.due(pays)
         if state.is_plain:
-            state.waited += 1
             return TokenTree.root(anchors)
         tree = self.drafter.draft(state.inner, anchors, lengths, sampling)
-        state.nodes, state.waited = tree.num_nodes, 0
+        state.nodes = tree.num_nodes
         return tree
-
-    def _is_due(self, state: StandbyState, *, rows: int) -> bool:
-        if state.trial:
-            return True
-        if state.emitted > self.needs(rows, nodes=state.nodes):
-            state.pause = SHORTEST
-            return True
-        if state.waited < state.pause:
-            return False
-        state.trial, state.pause = TRIAL, min(2 * state.pause, LONGEST)
-        return True

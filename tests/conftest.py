@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 
-# Slow tests use the threads asked for, else all cores; fast ones use one. On a busy machine ask for 1: waiting costs dearly.
-os.environ.setdefault("SLOW_THREADS", os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0))))
+# Slow tests use the threads asked for, else all cores; fast ones, and all that have other workers beside them, use one: on a
+# busy machine waiting for a second thread costs dearly.
+os.environ["SLOW_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["SLOW_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; subprocesses inherit it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")

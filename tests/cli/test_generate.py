@@ -40,7 +40,7 @@ def test_the_text_is_the_same_with_and_without_a_drafter(
     assert drafted.stdout == plain.stdout
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "lookahead", "draft:TARGET"])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "lookahead", "draft:TARGET", "draft:TARGET+prompt-lookup"])
 def test_drafters_without_training_change_no_text_either(cli: Cli, tiny_target_dir: Path, drafter: str) -> None:
     settings = ("generate", "the cat the cat", "--target", tiny_target_dir, "--max-new-tokens", 24)
     drafted = cli(*settings, "--drafter", drafter.replace("TARGET", str(tiny_target_dir)))
@@ -191,6 +191,9 @@ def test_an_unknown_method_is_named_with_the_known_ones(
     ("arguments", "named"),
     [
         (("hi", "--drafter", "nowhere"), "nowhere"),
+        (("hi", "--drafter", "nowhere+prompt-lookup"), "there is no drafter 'nowhere'"),
+        (("hi", "--drafter", "none+prompt-lookup"), "copies on copies or on nothing"),
+        (("hi", "--drafter", "draft:x+prompt-lookup", "--verifier", "block"), "no probabilities to judge it by"),
         (("hi", "--tree", "oak"), "--tree must be fit, chain, saved or a number of nodes, got 'oak'"),
         (("hi", "--dtype", "int8"), "float32, bfloat16, float16"),
         (("hi", "--temperature", "-1"), "temperature must be 0"),

@@ -6,15 +6,21 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.heads import METHODS, Binding, TeacherBatch, TrainedDrafter, load_drafter
 from draftsmith.infer.cost import draft_seconds
-from draftsmith.infer.sampling import SamplingParams
+from draftsmith.infer.decode import Engine
+from draftsmith.infer.grafted import Grafted
+from draftsmith.infer.prompt_lookup import PromptLookup
+from draftsmith.infer.request import Request
+from draftsmith.infer.sampling import Sampling, SamplingParams
 from draftsmith.infer.schedule import Scheduled
 from draftsmith.infer.target import Target
+from draftsmith.infer.tree import TokenTree
 from draftsmith.infer.tree_search import round_starts
 
 from . import laws
@@ -124,6 +130,51 @@ def test_a_chain_says_how_sure_it_is_and_can_be_scheduled(trained: Trained, tiny
     assert [output.tokens for output in short] == [output.tokens for output in plain]
     drafted = [sum(output.stats.drafted for output in outputs) for outputs in (whole, short)]
     assert 0 < drafted[1] < drafted[0]
+
+
+def test_copies_grafted_on_its_trees_change_no_text(trained: Trained, tiny_target: Target) -> None:
+    """Rounds then accept more than the drafter proposed, or do not ask it at all; its own state must bear both."""
+    ids = trained.text.prompts[:4] + [
+        prompt * 3 for prompt in laws.prompts(4, seed=9, vocab_size=tiny_target.vocab_size)
+    ]
+    alone, plain = (laws.decode(tiny_target, drafter, ids, rows=3) for drafter in (trained.drafter, None))
+    for seconds in (None, {1: 1.0, 8: 1.5, 128: 9.0}):
+        grafted = Grafted(trained.drafter, PromptLookup(length=5), seconds=seconds, drafting=0.1, nodes=7)
+        both = laws.decode(tiny_target, grafted, ids, rows=3)
+        assert [output.tokens for output in both] == [output.tokens for output in plain]
+        if seconds is None:
+            rounds = [sum(output.stats.rounds for output in outputs) for outputs in (both, alone)]
+            assert rounds[0] <= rounds[1], "with more on offer it took more rounds"
+
+
+class Pausing:
+    """A drafter that is not asked before some length, as one that does not pay; notes what it proposes at which length."""
+
+    def __init__(self, drafter: TrainedDrafter, *, until: int) -> None:
+        self.drafter, self.until, self.proposed = drafter, until, dict[int, list[int]]()
+        self.taps, self.depth, self.start, self.move, self.observe = (
+            drafter.taps, drafter.depth, drafter.start, drafter.move, drafter.observe
+        )  # fmt: skip
+
+    def draft(self, state: Any, anchors: torch.Tensor, lengths: torch.Tensor, sampling: Sampling) -> TokenTree:
+        if int(lengths.max()) < self.until:
+            return TokenTree.root(anchors)
+        tree = self.drafter.draft(state, anchors, lengths, sampling)
+        self.proposed[int(lengths[0])] = tree.tokens[0].tolist()
+        return tree
+
+
+def test_after_a_pause_it_proposes_what_it_would_have(trained: Trained, tiny_target: Target) -> None:
+    """Also a model that has to read more than a hundred tokens first, which it does in pieces."""
+    prompt = trained.text.prompts[0]
+    asked, paused = (Pausing(trained.drafter, until=until) for until in (0, len(prompt) + 130))
+    for drafter in (asked, paused):
+        engine = Engine(tiny_target, drafter=drafter, rows=1)
+        engine.add(Request("0", prompt, 190))
+        list(engine.run())
+    common = asked.proposed.keys() & paused.proposed.keys()
+    assert len(common) > 10
+    assert all(asked.proposed[length] == paused.proposed[length] for length in common)
 
 
 def walk(ranks: torch.Tensor, at: int, end: int) -> list[int]:

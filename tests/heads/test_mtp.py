@@ -281,7 +281,7 @@ def test_recurrent_targets_that_ship_one_are_refused_by_name() -> None:
 
 
 def test_generate_drafts_with_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from draftsmith.cli.arguments import open_drafter
+    from draftsmith.cli.opening import open_drafter
 
     target = Target.load(str(folder))
     drafter = open_drafter("mtp:2", target, tree="fit", rows=1)

@@ -10,6 +10,7 @@ from draftsmith.infer.candidates import DraftBeams, DraftTree
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.draft_model import DraftModel
 from draftsmith.infer.drafter import Drafter
+from draftsmith.infer.grafted import Grafted
 from draftsmith.infer.lookahead import Lookahead
 from draftsmith.infer.prompt_lookup import PromptLookup
 from draftsmith.infer.request import Output, Request
@@ -45,6 +46,10 @@ def perturbed(target: Target, fresh: Target, *, noise: float = 0.02, seed: int =
 FREE: dict[str, Callable[[Target], Drafter]] = {
     "prompt-lookup": lambda target: PromptLookup(length=6, stop_ids=target.eos_ids),
     "lookahead": lambda target: Lookahead(window=4, ngram=4, guesses=3),
+    "lookahead and copies": lambda target: Grafted(
+        Lookahead(window=4, ngram=4, guesses=3),
+        PromptLookup(length=6, stop_ids=target.eos_ids),
+    ),
 }
 """Drafters that need nothing but the target."""
 
@@ -53,6 +58,9 @@ MODELLED: dict[str, Callable[[Target, Target], Drafter]] = {
     "draft model of fixed length": lambda draft, target: DraftModel(draft, target, length=4, min_confidence=0),
     "drawn draft model": lambda draft, target: DraftModel(draft, target, length=3, is_drawn=True),
     "draft beams": lambda draft, target: DraftBeams(draft, target, beams=3, length=3, nodes=9),
+    "draft beams and copies": lambda draft, target: Grafted(
+        DraftBeams(draft, target, beams=3, length=3, nodes=9), PromptLookup(length=6, stop_ids=target.eos_ids)
+    ),
     "draft tree": lambda draft, target: DraftTree(draft, target, shape=SHAPE),
 }
 """Drafters over a draft model. All are exact under sample-match, the drawn ones too: their noise is independent of it."""

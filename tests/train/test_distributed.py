@@ -194,6 +194,8 @@ def test_every_method_follows_the_loss_of_one_process(
     """Losses, weights, predicted and real tau; the target's adapters too where it is trained jointly."""
     runs = every_method | (jointly if engine in ("ddp", "zero1", "zero2") else with_a_frozen_head)
     runs |= with_muon if engine == "ddp" else {}
+    if engine in ("zero1", "zero2_offload", "zero3_offload"):  # what they share with zero2 and zero3 is not run again
+        runs = {name: run for name, run in runs.items() if name in ("medusa", "dflash", "joint", "frozen")}
     assert_all_follow(runs, launch, tmp_path, engine)
     assert_optimiser_takes_what_is_planned(tmp_path / "medusa", engine)
 

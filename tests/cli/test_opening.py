@@ -1,4 +1,4 @@
-"""The tree a trained drafter drafts: as saved, a chain, or fitted to this machine."""
+"""The tree a trained drafter drafts: as saved, a chain, or fitted to this machine; and copies grafted onto it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from draftsmith.cli.arguments import open_drafter
+from draftsmith.cli.opening import open_drafter
 from draftsmith.heads import METHODS, Binding, fit
 from draftsmith.infer.drafter import NoDraft
+from draftsmith.infer.grafted import Grafted
 from draftsmith.infer.target import Target
 
 from ..heads.laws import SMALL
@@ -73,3 +74,16 @@ def test_a_number_is_the_best_tree_of_that_size(
 def test_a_number_needs_measured_accuracies(tiny_target: Target, drafter_dir: Path) -> None:
     with pytest.raises(ValueError, match="carries no measured accuracies to choose a tree by"):
         open_drafter(str(drafter_dir), tiny_target, tree="3", rows=1)
+
+
+def test_copies_are_grafted_whole_onto_a_tree_that_was_asked_for_and_by_cost_onto_a_fitted_one(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = saved(tiny_target, tmp_path, [[0.6, 0.2]] * 2) + "+prompt-lookup"
+    whole = open_drafter(name, tiny_target, tree="3", rows=1)
+    assert isinstance(whole, Grafted)
+    assert whole.seconds is None
+    fitted = open_drafter(name, tiny_target, tree="fit", rows=2)
+    assert isinstance(fitted, Grafted)
+    assert fitted.seconds is not None
+    assert "copies: grafted as far as their own record says that it pays" in capsys.readouterr().err
