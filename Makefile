@@ -1,7 +1,7 @@
 # Everything a fresh machine with Python 3.11 or newer needs is set up by the target that needs it.
 #   make demo     train heads for the embedded target, then answer faster with them
 #   make test     the whole test suite, fast tests first     make check   format, lint, types, fast tests
-#   make bench    decoding beside transformers (bench-gpu: with a card)   make fix     format and repair what lint can repair
+#   make bench    decoding beside transformers, and a training step (bench-gpu: with a card)   make fix   format, repair lint
 # Options: PYTHON=python3.12, TORCH="torch==2.13.0" (any pip arguments that give a torch for a machine without CUDA), OUT=runs/demo
 
 SHELL := bash
@@ -31,15 +31,24 @@ setup: $(READY)
 demo: $(READY)
 	$(BIN)/draftsmith demo --out $(OUT)
 
+# One training step of EAGLE-3 and of DFlash at the shapes by which speculators' step was measured (README).
+EAGLE3_STEP := configs/recipes/eagle3_smollm2.yaml head.num_steps=3 data.row_length=1024 rows_per_forward=1
+DFLASH_STEP := configs/recipes/dflash_smollm2.yaml head.num_layers=5 head.num_anchors=512 head.draft_vocab_size=8192 \
+	data.row_length=1024 rows_per_forward=1
+
 bench: $(READY)
 	$(BIN)/draftsmith bench
+	$(BIN)/draftsmith step $(EAGLE3_STEP) precision=fp32
+	$(BIN)/draftsmith step $(DFLASH_STEP) precision=fp32
 
-# The same table with the card's name, after the tests that need a card.
+# The same with the card's name, after the tests that need a card.
 bench-gpu: $(READY)
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu needs a CUDA device, and torch finds none; make bench measures what there is.")'
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/draftsmith bench --json bench-gpu.json
 	$(BIN)/draftsmith bench --forwards graphs --json bench-gpu-graphs.json
+	$(BIN)/draftsmith step $(EAGLE3_STEP)
+	$(BIN)/draftsmith step $(DFLASH_STEP)
 
 # Side by side on one thread each; slow tests (real model, statistics, processes) file by file, as many share what they train.
 test: $(READY) test-fast

@@ -166,5 +166,5 @@ class TrainedDraftModel(LMDrafter):
     def reader(self) -> Drafter:
         depth = self.topology.depth
         if self.topology == Topology.chain(depth):
-            return DraftModel(self.model_view, self.target, length=depth, min_confidence=self.min_confidence)
-        return RankTree(self.model_view, self.target, topology=self.topology)
+            return DraftModel(self.reading_view, self.target, length=depth, min_confidence=self.min_confidence)
+        return RankTree(self.reading_view, self.target, topology=self.topology)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 
 from ..infer.draft_model import check_vocabulary
 from ..infer.drafter import Drafter, NoDraft, Observation
+from ..infer.recorded import recorded_like
 from ..infer.sampling import Sampling
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
@@ -90,9 +92,14 @@ class LMDrafter(TrainedDrafter, ABC):
     def use_tree(self, topology: Topology) -> None:
         self.topology = topology
 
+    @cached_property
+    def reading_view(self) -> Target:
+        """The model as it drafts: its forwards are recorded where the target's are."""
+        return recorded_like(self.model_view, self.target)
+
     @abstractmethod
     def reader(self) -> Drafter:
-        """What drafts the present `topology`, which is not empty, with the model."""
+        """What drafts the present `topology`, which is not empty, with `reading_view`."""
 
     @property
     def taps(self) -> tuple[int, ...]:

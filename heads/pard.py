@@ -143,7 +143,7 @@ class Pard(LMDrafter):
     # Decoding -------------------------------------------------------------------------------------------------------
 
     def reader(self) -> Drafter:
-        return MaskReader(self.model_view, self.target, topology=self.topology, mask=self.mask)
+        return MaskReader(self.reading_view, self.target, topology=self.topology, mask=self.mask)
 
 
 class MaskReader(DraftReader):

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from draftsmith.infer.cache import KVCache
 from draftsmith.infer.compiled import Compiled
@@ -29,36 +28,9 @@ from draftsmith.infer.target import Reading, Target
 from draftsmith.infer.tree import TokenTree
 
 from . import architectures, drafting, encoder_decoders
+from .tracing import Trace
 
 HOT = SamplingParams(temperature=0.9, top_p=0.95)
-
-
-class Trace:
-    """Records a function's tensor operations; counts how often they were played."""
-
-    seen, takes = 4, "at once"
-
-    def __init__(self, step: int = 128, *, most: int = 3) -> None:
-        self.step, self.most, self.recorded, self.played = step, most, 0, 0
-
-    def span(self, needed: int) -> int:
-        return -(-needed // self.step) * self.step
-
-    def __call__(self, function: Callable[[], Reading]) -> Callable[[], Reading]:
-        def tensors() -> list[torch.Tensor]:
-            reading = function()
-            return [reading.hidden] if reading.features is None else [reading.hidden, reading.features]
-
-        with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):  # some models ask, to spare a check
-            graph = make_fx(tensors)()
-        self.recorded += 1
-
-        def play() -> Reading:
-            self.played += 1
-            hidden, *features = graph()
-            return Reading(hidden, features[0] if features else None)
-
-        return play
 
 
 @pytest.fixture

@@ -1,0 +1,40 @@
+"""A recorder for machines without CUDA: the very tensor operations of one forward, with their shapes and buffers, run again with
+no Python between them. What a CUDA graph would freeze, the trace freezes too, and it refuses what waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from draftsmith.infer.target import Reading
+
+
+class Trace:
+    """Records a function's tensor operations; counts how often they were played."""
+
+    seen, takes = 4, "at once"
+
+    def __init__(self, step: int = 128, *, most: int = 3) -> None:
+        self.step, self.most, self.recorded, self.played = step, most, 0, 0
+
+    def span(self, needed: int) -> int:
+        return -(-needed // self.step) * self.step
+
+    def __call__(self, function: Callable[[], Reading]) -> Callable[[], Reading]:
+        def tensors() -> list[torch.Tensor]:
+            reading = function()
+            return [reading.hidden] if reading.features is None else [reading.hidden, reading.features]
+
+        with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):  # some models ask, to spare a check
+            graph = make_fx(tensors)()
+        self.recorded += 1
+
+        def play() -> Reading:
+            self.played += 1
+            hidden, *features = graph()
+            return Reading(hidden, features[0] if features else None)
+
+        return play
