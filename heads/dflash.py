@@ -41,7 +41,7 @@ from .base import LossSums, Objective, TeacherBatch, TrainedDrafter
 from .block_loss import BlockLoss, add_up, count_steps
 from .blocks import BlockLayer, BlockMemory, sample_anchors, split_anchors
 from .compare import Drafts, find_ranks
-from .from_target import LayeredConfig, mask_token
+from .from_target import LayeredConfig, mask_token, start_as_last_layers, start_at_last_tap, start_norm
 from .layers import Memory, RMSNorm, Rotation
 from .markov import ConfidenceHead, MarkovHead
 from .offsets import keep_as_offsets
@@ -116,6 +116,11 @@ class DFlash(TrainedDrafter):
         self.hidden_norm = RMSNorm(shape.width, shape.eps)
         self.layers = nn.ModuleList(BlockLayer(shape, layer=i) for i in range(config.num_layers))
         self.norm = RMSNorm(shape.width, shape.eps)
+        if start_as_last_layers(
+            list(self.layers), target
+        ):  # and so reading the deepest tap, to be judged by the target's head
+            start_at_last_tap(self.fc, target)
+            start_norm(self.norm, target)
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, target.vocab_size, token_map)
         self.lm_head = None
         if config.draft_vocab_size is not None:

@@ -6,14 +6,14 @@ written to config.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from ..infer.layers import final_scale
+from ..infer.layers import final_scale, norm_scale
 from ..infer.target import Target
 from .base import HeadConfig
 from .layers import LayerShape, RMSNorm
@@ -166,11 +166,16 @@ def mask_token(target: Target, given: int | None) -> int:
 
 @torch.no_grad()
 def start_empty(norm: RMSNorm, layers: Iterable[nn.Module], target: Target) -> None:
-    """Start with layers that add nothing yet, and with the scale of the target's own final norm, which its head was trained
-    behind, and of its logits."""
+    """Start with layers that add nothing yet, and with the target's final norm (`start_norm`)."""
     for layer in layers:
         layer.get_parameter("self_attn.o_proj.weight").zero_()
         layer.get_parameter("mlp.down_proj.weight").zero_()
+    start_norm(norm, target)
+
+
+@torch.no_grad()
+def start_norm(norm: RMSNorm, target: Target) -> None:
+    """Start with the scale of the target's own final norm, which its head was trained behind, and of its logits."""
     scale = final_scale(target.model, target.layers, target.hidden_size)
     if scale is not None:
         norm.weight.copy_(scale * target.logit_scale)
@@ -181,6 +186,32 @@ def start_at_last_tap(fc: nn.Linear, target: Target) -> None:
     """Start with the deepest tap passed on as it is, the others at a tenth of the usual random weights. fc: (D, taps * D)."""
     fc.weight.mul_(0.1)
     fc.weight[:, -target.hidden_size :].diagonal().add_(1)
+
+
+@torch.no_grad()
+def start_as_last_layers(layers: Sequence[nn.Module], target: Target) -> bool:
+    """Start as copies of the target's last layers; False, and nothing done, unless those are made of the very same parts.
+
+    Biases are left out, and norms may be kept in the target's own way (see `norm_scale`). Parts that the target lacks, such
+    as norms of queries and keys, stay as they are.
+    """
+    sources = list(target.layers)[-len(layers) :]
+    if len(sources) < len(layers):
+        return False
+    pairs = []
+    for own, source in zip(layers, sources):
+        mine, theirs = ({name: p.shape for name, p in layer.named_parameters()} for layer in (own, source))
+        theirs = {name: shape for name, shape in theirs.items() if not name.endswith(".bias")}
+        optional = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+        if mine.keys() - theirs.keys() - optional or any(mine.get(name) != shape for name, shape in theirs.items()):
+            return False
+        pairs += [(own, source, name) for name in theirs]
+    for own, source, name in pairs:
+        weight = source.get_parameter(name)
+        if weight.dim() == 1:
+            weight = norm_scale(source.get_submodule(name.removesuffix(".weight")), len(weight))
+        own.get_parameter(name).copy_(weight)
+    return True
 
 
 def projected_embedding(target: Target, width: int) -> nn.Embedding:

@@ -57,29 +57,28 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def final_scale(model: nn.Module, layers: nn.ModuleList, width: int) -> Tensor | None:
-    """(D,) float32: what the norm after the last layer multiplies by; None if it has no weights. width: D.
-
-    Norms keep it in their own ways (Gemma as what is added to 1, a layer norm beside a shift), so it is read off what the
-    norm makes of +1 and -1 in turn, whose mean is 0 and whose mean square is 1.
-    """
+    """(D,) float32: what the norm after the last layer multiplies by; None if it has no weights. width: D."""
     body = next((module for module in model.modules() if any(child is layers for child in module.children())), None)
     children = list(body.named_children()) if body is not None else []
     place = next((place for place, (_, child) in enumerate(children) if child is layers), 0)
     before = [child for name, child in children[:place] if name.startswith("final")]  # OPT's
     after = [child for _, child in children[place + 1 :]]
     weights = [dict(child.named_parameters(recurse=False)).get("weight") for child in before + after]
-    norms = [
-        (child, weight)
-        for child, weight in zip(before + after, weights)
-        if weight is not None and weight.shape == (width,)
-    ]
-    if not norms:
-        return None
-    norm, weight = norms[-1]
-    with torch.no_grad():
-        signs = torch.ones(width, dtype=weight.dtype, device=weight.device)
-        signs[1::2] = -1
-        scale: Tensor = (norm(signs[None]) - norm(-signs[None]))[0] / 2 * signs
+    norms = [child for child, weight in zip(before + after, weights) if weight is not None and weight.shape == (width,)]
+    return norm_scale(norms[-1], width) if norms else None
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module, width: int) -> Tensor:
+    """(D,) float32: what a norm over D entries multiplies by. width: D.
+
+    Norms keep it in their own ways (Gemma as what is added to 1, a layer norm beside a shift), so it is read off what the
+    norm makes of +1 and -1 in turn, whose mean is 0 and whose mean square is 1.
+    """
+    weight = norm.get_parameter("weight")
+    signs = torch.ones(width, dtype=weight.dtype, device=weight.device)
+    signs[1::2] = -1
+    scale: Tensor = (norm(signs[None]) - norm(-signs[None]))[0] / 2 * signs
     return scale.float()
 
 

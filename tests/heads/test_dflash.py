@@ -110,7 +110,7 @@ def test_a_causal_slot_does_not_depend_on_how_many_masks_follow(tiny_target: Tar
             counted = torch.stack([teacher.step_mask(0)] * drafter.num_steps)
             drafts, _ = drafter._draft_blocks(teacher, teacher.step_mask(0), counted)
             hidden.append(drafts.states[: short.num_steps])
-        assert torch.allclose(hidden[0], hidden[1], atol=1e-6) == is_causal
+        assert torch.allclose(hidden[0], hidden[1], atol=1e-5) == is_causal
 
 
 def test_drafting_sees_the_block_as_training_does(tiny_target: Target, text: laws.Text, teacher: TeacherBatch) -> None:

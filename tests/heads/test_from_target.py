@@ -27,13 +27,17 @@ from draftsmith.heads.from_target import (
     LayeredConfig,
     check_taps,
     mask_token,
+    own_shape,
     rotary_base,
     spread_taps,
+    start_as_last_layers,
 )
-from draftsmith.heads.layers import LayerShape
+from draftsmith.heads.layers import DecoderLayer, LayerShape
 from draftsmith.heads.unroll import Blocks, Unroll
 from draftsmith.infer.layers import decoder_layers, final_scale
 from draftsmith.infer.target import Target
+
+from ..infer import architectures
 
 
 def test_five_taps_of_36_layers_are_the_released_ones(build_target: Callable[..., Target]) -> None:
@@ -148,3 +152,43 @@ def test_a_started_head_judges_as_the_target_stopped_at_the_last_tap(
         found = drafter.advance(torch.arange(5), drafter.fuse(features), torch.arange(5), memory)
         expected = target.logits(target.model.model.norm(features[:, -width:]))
         assert torch.allclose(drafter.logits(found), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
+def test_layers_that_start_as_the_targets_last_compute_what_those_do(kind: str) -> None:
+    """But for norms of queries and keys, which a block layer has and only Qwen3 too: one is right where it is left at 1."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": architectures.VOCAB}
+    gemma = GemmaForCausalLM(GemmaConfig(**sizes, intermediate_size=64, num_key_value_heads=1, head_dim=8))
+    target = Target(gemma if kind == "gemma" else architectures.build(kind), None)
+    shape = own_shape(target, eps=1e-6)
+    layers = [DecoderLayer(shape, layer=0), DecoderLayer(shape, layer=1)]
+    if kind == "gemma":
+        for parameter in target.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    is_plain = kind != "qwen3"  # whose layers have norms that a plain decoder layer lacks
+    assert start_as_last_layers(layers, target) == is_plain
+    blocks = [BlockLayer(shape, layer=0), BlockLayer(shape, layer=1)]
+    assert start_as_last_layers(blocks, target)
+    x = torch.randn(3, target.hidden_size)
+    for own, source in zip(blocks, list(target.layers)[-2:]):
+        assert torch.allclose(own.input_layernorm(x), source.input_layernorm(x), atol=1e-5)
+        assert torch.equal(own.self_attn.k_proj(x), source.self_attn.k_proj(x))
+        normed = own.post_attention_layernorm(x)
+        assert torch.allclose(normed, source.post_attention_layernorm(x), atol=1e-5)
+        if kind != "gemma":  # whose activation is another
+            assert torch.allclose(own.mlp(normed), source.mlp(normed), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "mixtral", "gpt2"])
+def test_layers_of_other_parts_are_not_copied(kind: str) -> None:
+    target = Target(architectures.build(kind), None)
+    layer = BlockLayer(own_shape(target, eps=1e-6), layer=0)
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    assert not start_as_last_layers([layer], target)
+    assert all(torch.equal(before[name], parameter) for name, parameter in layer.named_parameters())
+
+
+def test_more_layers_than_the_target_has_are_not_copied(build_target: Callable[..., Target]) -> None:
+    target = build_target()
+    shape = own_shape(target, eps=1e-6)
+    assert not start_as_last_layers([BlockLayer(shape, layer=i) for i in range(target.num_layers + 1)], target)
