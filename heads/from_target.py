@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from ..infer.layers import final_scale, norm_scale
 from ..infer.target import Target
@@ -203,6 +203,8 @@ def start_as_last_layers(layers: Sequence[nn.Module], target: Target) -> bool:
         mine, theirs = ({name: p.shape for name, p in layer.named_parameters()} for layer in (own, source))
         theirs = {name: shape for name, shape in theirs.items() if not name.endswith(".bias")}
         optional = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+        if any(type(parameter.detach()) is not Tensor for parameter in source.parameters()):  # quantised
+            return False
         if mine.keys() - theirs.keys() - optional or any(mine.get(name) != shape for name, shape in theirs.items()):
             return False
         pairs += [(own, source, name) for name in theirs]

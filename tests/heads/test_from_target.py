@@ -192,3 +192,16 @@ def test_more_layers_than_the_target_has_are_not_copied(build_target: Callable[.
     target = build_target()
     shape = own_shape(target, eps=1e-6)
     assert not start_as_last_layers([BlockLayer(shape, layer=i) for i in range(target.num_layers + 1)], target)
+
+
+class Quantised(torch.Tensor):
+    """A weight that is no plain matrix."""
+
+
+def test_quantised_layers_are_not_copied(build_target: Callable[..., Target]) -> None:
+    target = build_target()
+    layers = [BlockLayer(own_shape(target, eps=1e-6), layer=0)]
+    assert start_as_last_layers(layers, target)
+    mlp = list(target.layers)[-1].mlp
+    mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight.detach().as_subclass(Quantised))
+    assert not start_as_last_layers(layers, target)
