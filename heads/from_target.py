@@ -209,7 +209,7 @@ def start_as_last_layers(layers: Sequence[nn.Module], target: Target) -> bool:
             return False
         pairs += [(own, source, name) for name in theirs]
     for own, source, name in pairs:
-        weight = source.get_parameter(name)
+        weight: Tensor = source.get_parameter(name)
         if weight.dim() == 1:
             weight = norm_scale(source.get_submodule(name.removesuffix(".weight")), len(weight))
         own.get_parameter(name).copy_(weight)
