@@ -106,14 +106,12 @@ def _grafted(name: str, target: Target, *, tree: str, rows: int, verifier: str, 
 
     check_graft(name, draws=verifier_named(verifier).draws)
     inner_name = name.removesuffix(COPIES)
-    if inner_name == "lookahead":
-        inner: Drafter = make_drafter(inner_name, target)
+    if inner_name == "lookahead" and options["schedule"] == "none":
+        inner = make_drafter(inner_name, target, quantize=options["quantize"])
     else:
         inner = open_drafter(inner_name, target, tree=tree, rows=rows, verifier=verifier, **options)
-        is_timed = not (
-            target.is_encoder_decoder and inner_name.startswith("draft:")
-        )  # a draft there needs a real prompt
-        if tree != "fit" or not is_timed:
+        needs_prompt = target.is_encoder_decoder and inner_name.startswith("draft:")  # to be timed, and a real one
+        if tree != "fit" or needs_prompt:
             return Grafted(inner, copier(target))
     grafted = Grafted.measure(inner, copier(target), target, rows=rows)
     print("copies: grafted as far as their own record says that it pays", file=sys.stderr)

@@ -202,10 +202,8 @@ class Grafted:
         alone, short = best_graft(copied, state.held[:0], self._round_seconds(*copied.shape, nodes=1))
         times = self._round_seconds(*copied.shape, nodes=state.nodes) + self.drafting
         beside, rest = best_graft(copied, state.held, times)
-        pays = (
-            len(copied) * (1 + state.held.sum()) / times[0]
-            > len(copied) / self._round_seconds(len(copied), 0, nodes=1)[0]
-        )
+        plain = self._round_seconds(len(copied), 0, nodes=1)
+        pays = bool(1 + state.held.sum() > times[0] / plain[0])
         is_drafted = (beside > alone or not pays) and state.trials.due(beside > alone)
         kept = admit(copied, rest if is_drafted else short).to(chain.tokens.device)
         return is_drafted, cut(chain, kept.minimum(chain.valid[:, 1:].sum(dim=1)))

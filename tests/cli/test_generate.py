@@ -192,6 +192,7 @@ def test_an_unknown_method_is_named_with_the_known_ones(
     [
         (("hi", "--drafter", "nowhere"), "nowhere"),
         (("hi", "--drafter", "nowhere+prompt-lookup"), "there is no drafter 'nowhere'"),
+        (("hi", "--drafter", "lookahead+prompt-lookup", "--quantize-drafter", "int8"), "no weights to quantise"),
         (("hi", "--drafter", "none+prompt-lookup"), "copies on copies or on nothing"),
         (("hi", "--drafter", "draft:x+prompt-lookup", "--verifier", "block"), "no probabilities to judge it by"),
         (("hi", "--tree", "oak"), "--tree must be fit, chain, saved or a number of nodes, got 'oak'"),
