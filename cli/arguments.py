@@ -62,8 +62,9 @@ Forwards = Annotated[
     str,
     typer.Option(
         "--forwards",
-        help="eager: the target's verification forwards as transformers runs them; compiled: fused by torch.compile (a C++ "
-        "compiler, up to a minute for every tree and length; --tree fit still goes by eager ones); graphs: CUDA graphs.",
+        help="eager: the target's verification forwards as transformers runs them; compiled: fused by torch.compile, and "
+        "what drafters compute too (a C++ compiler, up to a minute for every tree and length; --tree fit still goes by "
+        "eager ones); graphs: CUDA graphs.",
         metavar="eager|compiled|graphs",
     ),
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from ..infer.drafter import Observation
+from ..infer.recorded import tapes_like
 from ..infer.sampling import Sampling
+from ..infer.tapes import Tapes
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 
@@ -193,6 +196,11 @@ class TrainedDrafter(nn.Module, ABC):
     def depth(self) -> int:
         """Tokens of the longest chain that it drafts."""
         return self.num_steps
+
+    @cached_property
+    def tapes(self) -> Tapes | None:
+        """What is recorded of its drafting, where the target's forwards are recorded."""
+        return tapes_like(self.target, name=self.config.method)
 
     @property
     def token_matrices(self) -> list[Tensor]:

@@ -26,7 +26,7 @@ V vocabulary, W draft vocabulary, C candidates per slot, n nodes of a level.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..infer.drafter import Observation
+from ..infer.parallel_tree import best_first
 from ..infer.sampling import Sampling
+from ..infer.tapes import Tensors
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import LossSums, Objective, TeacherBatch, TrainedDrafter
@@ -259,7 +261,7 @@ class DFlash(TrainedDrafter):
     # Decoding -------------------------------------------------------------------------------------------------------
 
     def start(self, *, rows: int, capacity: int) -> OwnCache:
-        return OwnCache(rows=rows, capacity=capacity)
+        return OwnCache(rows=rows, capacity=capacity, tapes=self.tapes)
 
     def move(self, state: OwnCache, source: int, target: int) -> None:
         state.move(source, target)
@@ -267,29 +269,32 @@ class DFlash(TrainedDrafter):
     def observe(self, state: OwnCache, seen: Observation) -> None:
         """Keep keys and values of the features just read; what a block left there is overwritten."""
         assert seen.features is not None, "the features of the tapped layers were not read"
-        width = seen.tokens.shape[1]
-        positions = seen.start[:, None] + torch.arange(width, device=seen.start.device)
-        state.observe(self, seen.rows, seen.start, seen.count, width, last=True)
-        for layer, context in enumerate(self._context(seen.features.flatten(0, 1), positions.flatten())):
-            keys, values = (part.unflatten(0, positions.shape).transpose(1, 2) for part in context)  # (B, H, A, d)
-            state.kv.update(keys, values, layer)
+
+        def keep(features: Tensor, start: Tensor, count: Tensor) -> Tensors:
+            width = features.shape[1]
+            positions = start[:, None] + torch.arange(width, device=start.device)
+            state.observe(self, seen.rows.start, start, count, width, last=True)
+            for layer, context in enumerate(self._context(features.flatten(0, 1), positions.flatten())):
+                keys, values = (part.unflatten(0, positions.shape).transpose(1, 2) for part in context)  # (B, H, A, d)
+                state.kv.update(keys, values, layer)
+            return ()
+
+        state.take(seen, keep, seen.features, seen.start, seen.count)
 
     def draft(self, state: OwnCache, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-        if isinstance(self.topology, Topology) and self.topology.depth == 0:
+        shape, size, read = self.topology, self.config.block_size, partial(self._slots, state)
+        if isinstance(shape, BestFirst):
+            known = state.run("drafts", shape, size, lambda *x: read(*x).candidates(shape.width), anchors, lengths)
+            return best_first(anchors, *known, nodes=shape.nodes)
+        if shape.depth == 0:
             return TokenTree.root(anchors)
+        return state.draft(shape, size, lambda *x: read(*x).static_tree(shape), anchors, lengths)
+
+    def _slots(self, state: OwnCache, anchors: Tensor, lengths: Tensor) -> Slots:
+        """One forward over the rows' blocks."""
         size = self.config.block_size
         seen = torch.ones(len(anchors), size, size, dtype=torch.bool, device=anchors.device)
         memory = state.grow(self, lengths, seen.tril() if self.config.is_causal else seen)
-        hidden = self._read(anchors, lengths, memory)  # (B, K, D)
-        if isinstance(self.topology, Topology):
-            hidden = hidden[:, : self.topology.depth]
-        slots = Slots(anchors, hidden, self._base(hidden), self.vocabulary, self.markov_head)
-        if isinstance(self.topology, BestFirst):
-            return slots.best_first(nodes=self.topology.nodes, width=self.topology.width)
-        tree = slots.static_tree(self.topology)
-        if self.confidence_head is not None and self.topology.width == 1:
-            logits = self.confidence_head(hidden, self.markov_head, tree.tokens[:, :-1])
-            tree = replace(
-                tree, confidence=torch.cat([torch.ones_like(logits[:, :1]), logits.sigmoid()], dim=1).float()
-            )
-        return tree
+        drafted = self.topology.depth if isinstance(self.topology, Topology) else self.num_steps
+        hidden = self._read(anchors, lengths, memory)[:, :drafted]  # (B, K, D)
+        return Slots(anchors, hidden, self._base(hidden), self.vocabulary, self.markov_head, self.confidence_head)

@@ -28,11 +28,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..infer.drafter import Observation
-from ..infer.dynamic_tree import DynamicGrowth, DynamicShape, StaticGrowth
+from ..infer.dynamic_tree import DynamicShape
 from ..infer.sampling import Sampling
+from ..infer.tapes import Tensors
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import DynamicTree, HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
+from .by_level import draft_by_level
 from .compare import Drafts, find_ranks, loss_sums
 from .from_target import layer_fields, own_shape, projected_embedding, special_tokens, start_at_last_tap, start_empty
 from .layers import DecoderLayer, FusedLayer, LayerShape, Memory, RMSNorm, Rotation
@@ -252,7 +254,7 @@ class Eagle3(TrainedDrafter):
 
     def start(self, *, rows: int, capacity: int) -> Eagle3State:
         hidden = torch.zeros(rows, self.shape.width, dtype=self.norm.weight.dtype, device=self.target.device)
-        return Eagle3State(OwnCache(rows=rows, capacity=capacity), hidden)
+        return Eagle3State(OwnCache(rows=rows, capacity=capacity, tapes=self.tapes), hidden)
 
     def move(self, state: Eagle3State, source: int, target: int) -> None:
         state.cache.move(source, target)
@@ -262,37 +264,29 @@ class Eagle3(TrainedDrafter):
         """Pair each read token's features with the token after it (the newest with the anchor) and keep keys and values;
         what a draft wrote there is overwritten."""
         assert seen.features is not None, "the features of the tapped layers were not read"
-        batch, width = seen.tokens.shape
-        rows, newest = torch.arange(batch, device=seen.tokens.device), seen.count - 1
-        tokens = seen.next_tokens()
-        positions = seen.start[:, None] + torch.arange(width, device=tokens.device)
         single = self.config.num_layers == 1  # then only the newest pair's output is ever used
-        memory = state.cache.observe(self, seen.rows, seen.start, seen.count, width, last=single)
-        last = rows * width + newest  # (B,), the newest pairs in the flat order
-        hidden = self.fuse(seen.features).flatten(0, 1)
-        hidden = self.advance(tokens.flatten(), hidden, positions.flatten(), memory, last if single else None)
-        state.hidden[seen.rows] = hidden if single else hidden[last]
+
+        def pair(tokens: Tensor, features: Tensor, start: Tensor, count: Tensor) -> Tensors:
+            batch, width = tokens.shape
+            positions = start[:, None] + torch.arange(width, device=tokens.device)
+            memory = state.cache.observe(self, seen.rows.start, start, count, width, last=single)
+            last = torch.arange(batch, device=tokens.device) * width + count - 1  # the newest pairs in the flat order
+            hidden = self.fuse(features).flatten(0, 1)
+            hidden = self.advance(tokens.flatten(), hidden, positions.flatten(), memory, last if single else None)
+            return (hidden if single else hidden[last],)
+
+        (newest,) = state.cache.take(seen, pair, seen.next_tokens(), seen.features, seen.start, seen.count)
+        state.hidden[seen.rows] = newest
 
     def draft(self, state: Eagle3State, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-        if isinstance(self.topology, DynamicShape):
-            growth: DynamicGrowth | StaticGrowth = DynamicGrowth(self.topology, anchors)
-        elif self.topology.depth == 0:
-            return TokenTree.root(anchors)
-        else:
-            growth = StaticGrowth(self.topology, anchors)
-        hidden = state.hidden[: len(anchors), None]  # (B, 1, D)
-        frontier = growth.add(*self._candidates(hidden, growth.width))
-        while frontier is not None:
-            memory = state.cache.grow(self, lengths, frontier.ancestors)
-            above = hidden.gather(1, frontier.origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            # The newest pair stands at lengths - 1, so a node of depth 1 at lengths.
-            positions = (lengths - 1 + growth.depth)[:, None].expand_as(frontier.tokens)
-            hidden = self.advance(frontier.tokens.flatten(), above.flatten(0, 1), positions.flatten(), memory)
-            hidden = hidden.unflatten(0, frontier.tokens.shape)  # (B, n, D)
-            frontier = growth.add(*self._candidates(hidden, growth.width))
-        return growth.finish()
+        hidden = state.hidden[: len(anchors)]
+        return draft_by_level(self, self.topology, anchors, lengths, hidden, cache=state.cache, owner=self)
 
-    def _candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def read_level(self, tokens: Tensor, above: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        """`advance` of nodes (B, n), their parents' outputs (B, n, D) -> (B, n, D)."""
+        return self.advance(tokens.flatten(), above.flatten(0, 1), positions.flatten(), memory).view_as(above)
+
+    def candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The best tokens (B, n, width) int64, as target ids, and their log-probabilities, float32."""
         logits = self.logits(hidden).float()
         best = logits.topk(min(width, logits.shape[-1]), dim=-1)

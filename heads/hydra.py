@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ..infer.drafter import Observation
 from ..infer.dynamic_tree import StaticGrowth
 from ..infer.sampling import Sampling
+from ..infer.tapes import Tensors
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
 from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
@@ -190,7 +191,7 @@ class Hydra(TrainedDrafter):
 
     def start(self, *, rows: int, capacity: int) -> HydraState:
         hidden = torch.zeros(rows, self.target.hidden_size, dtype=self._dtype, device=self.target.device)
-        return HydraState(hidden, OwnCache(rows=rows, capacity=capacity))
+        return HydraState(hidden, OwnCache(rows=rows, capacity=capacity, tapes=self.tapes))
 
     def move(self, state: HydraState, source: int, target: int) -> None:
         state.cache.move(source, target)
@@ -200,17 +201,25 @@ class Hydra(TrainedDrafter):
         if self.prefix is None:
             state.hidden[seen.rows] = seen.last(seen.hidden)
             return
-        batch, width = seen.tokens.shape
-        positions = seen.start[:, None] + torch.arange(width, device=seen.tokens.device)
-        memory = state.cache.observe(self, seen.rows, seen.start, seen.count, width, last=True)
-        newest = torch.arange(batch, device=positions.device) * width + seen.count - 1
-        state.hidden[seen.rows] = self._encode(seen.hidden.flatten(0, 1), positions.flatten(), memory, newest)
+
+        def read(hidden: Tensor, start: Tensor, count: Tensor) -> Tensors:
+            batch, width, _ = hidden.shape
+            positions = start[:, None] + torch.arange(width, device=start.device)
+            memory = state.cache.observe(self, seen.rows.start, start, count, width, last=True)
+            newest = torch.arange(batch, device=start.device) * width + count - 1
+            return (self._encode(hidden.flatten(0, 1), positions.flatten(), memory, newest),)
+
+        (newest,) = state.cache.take(seen, read, seen.hidden, seen.start, seen.count)
+        state.hidden[seen.rows] = newest
 
     def draft(self, state: HydraState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
         if self.topology.depth == 0:
             return TokenTree.root(anchors)
+        return state.cache.draft(self.topology, None, self._grow, anchors, state.hidden[: len(anchors)])
+
+    def _grow(self, anchors: Tensor, hidden: Tensor) -> TokenTree:
         growth = StaticGrowth(self.topology, anchors)
-        read, tokens = state.hidden[: len(anchors), None], anchors[:, None]  # (B, n, D), (B, n)
+        read, tokens = hidden[:, None], anchors[:, None]  # (B, n, D), (B, n)
         while True:
             read = self._append(read, tokens)
             frontier = growth.add(*self._candidates(read, head=growth.depth, width=growth.width))

@@ -25,6 +25,7 @@ from .at_once import again
 from .base import HeadConfig, LossSums, Objective, TeacherBatch, TrainedDrafter
 from .compare import KEPT_BYTES
 from .layers import ResidualBlock
+from .own_cache import OwnCache
 from .vocabulary import DraftVocabulary
 
 ROWS = 256
@@ -59,9 +60,11 @@ class MedusaConfig(HeadConfig):
 
 @dataclass
 class MedusaState:
-    """hidden: (rows, D), the target's last hidden state at each row's newest read token."""
+    """hidden: (rows, D), the target's last hidden state at each row's newest read token; a cache without keys, to play back
+    what is computed from it."""
 
     hidden: Tensor
+    cache: OwnCache
 
 
 class Medusa(TrainedDrafter):
@@ -164,9 +167,8 @@ class Medusa(TrainedDrafter):
         return ranks
 
     def start(self, *, rows: int, capacity: int) -> MedusaState:
-        return MedusaState(
-            torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
-        )
+        hidden = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
+        return MedusaState(hidden, OwnCache(rows=rows, capacity=capacity, tapes=self.tapes))
 
     def move(self, state: MedusaState, source: int, target: int) -> None:
         state.hidden[target] = state.hidden[source]
@@ -177,7 +179,9 @@ class Medusa(TrainedDrafter):
     def draft(self, state: MedusaState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
         if not self.topology.paths:  # fit_tree found that drafting does not pay here
             return TokenTree.root(anchors)
-        hidden = state.hidden[: len(anchors)]
+        return state.cache.draft(self.topology, None, self._fill, anchors, state.hidden[: len(anchors)])
+
+    def _fill(self, anchors: Tensor, hidden: Tensor) -> TokenTree:
         width = self.topology.width
         tokens, log_probs = [], []
         for step in range(self.topology.depth):

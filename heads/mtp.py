@@ -26,10 +26,12 @@ from torch import Tensor
 
 from ..infer import attention
 from ..infer.drafter import Observation
-from ..infer.dynamic_tree import StaticGrowth
+from ..infer.recorded import tapes_like
 from ..infer.sampling import Sampling
+from ..infer.tapes import Tensors
 from ..infer.target import Target
 from ..infer.tree import TokenTree, Topology
+from .by_level import draft_by_level
 from .own_cache import OwnCache, Recall
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Mtp:
         """Raises ValueError if the target has no such layer, or one that attends within a window."""
         self.target, self.model = target, load_own_layers(target)
         self.topology = Topology.chain(3) if topology is None else topology
+        self.tapes = tapes_like(target, name=f"the extra layer of {target.name}")
 
     @property
     def depth(self) -> int:
@@ -60,7 +63,7 @@ class Mtp:
 
     def start(self, *, rows: int, capacity: int) -> MtpState:
         hidden = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=self.target.device)
-        return MtpState(OwnCache(rows=rows, capacity=capacity), hidden)
+        return MtpState(OwnCache(rows=rows, capacity=capacity, tapes=self.tapes), hidden)
 
     def move(self, state: MtpState, source: int, target: int) -> None:
         state.cache.move(source, target)
@@ -69,34 +72,30 @@ class Mtp:
     def observe(self, state: MtpState, seen: Observation) -> None:
         """Pair each token's hidden state with the token after it, the newest with the anchor; what a draft wrote there is
         overwritten."""
-        width = seen.tokens.shape[1]
-        positions = seen.start[:, None] + torch.arange(width, device=seen.start.device)
-        memory = state.cache.observe(self.model, seen.rows, seen.start, seen.count, width, last=False)
-        state.hidden[seen.rows] = seen.last(self._advance(seen.next_tokens(), seen.hidden, positions, memory))
+
+        def pair(tokens: Tensor, hidden: Tensor, start: Tensor, count: Tensor) -> Tensors:
+            batch, width = tokens.shape
+            positions = start[:, None] + torch.arange(width, device=start.device)
+            memory = state.cache.observe(self.model, seen.rows.start, start, count, width, last=False)
+            out = self.read_level(tokens, hidden, positions, memory)
+            return (out[torch.arange(batch, device=start.device), count - 1],)
+
+        (newest,) = state.cache.take(seen, pair, seen.next_tokens(), seen.hidden, seen.start, seen.count)
+        state.hidden[seen.rows] = newest
 
     def draft(self, state: MtpState, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
-        if self.topology.depth == 0:
-            return TokenTree.root(anchors)
-        growth, hidden = StaticGrowth(self.topology, anchors), state.hidden[: len(anchors), None]  # (B, n, D)
-        frontier = growth.add(*self._candidates(hidden, growth.width))
-        while frontier is not None:
-            memory = state.cache.grow(self.model, lengths, frontier.ancestors)
-            above = hidden.gather(1, frontier.origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            # The newest pair stands at lengths - 1, so a node of depth 1 at lengths.
-            positions = (lengths - 1 + growth.depth)[:, None].expand_as(frontier.tokens)
-            hidden = self._advance(frontier.tokens, above, positions, memory)
-            frontier = growth.add(*self._candidates(hidden, growth.width))
-        return growth.finish()
+        hidden = state.hidden[: len(anchors)]
+        return draft_by_level(self, self.topology, anchors, lengths, hidden, cache=state.cache, owner=self.model)
 
-    def _advance(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Recall) -> Tensor:
-        """The layer on pairs at `positions`: tokens, positions (B, A) int64, hidden (B, A, D) -> (B, A, D)."""
+    def read_level(self, tokens: Tensor, above: Tensor, positions: Tensor, memory: Recall) -> Tensor:
+        """The layer on pairs at `positions`: tokens, positions (B, A) int64, hidden states `above` (B, A, D) -> (B, A, D)."""
         embedded = self.target.embedding(tokens)
         positions = positions + 1  # a pair turns as its token does, which is one further than its hidden state
         assert self.model.rotary_emb is not None, "refused when it was loaded"
         turn = self.model.rotary_emb(embedded, position_ids=positions)
         out: Tensor = self.model.layers[0](
             embedded,
-            hidden,
+            above,
             position_embeddings=turn,
             attention_mask=None,
             position_ids=positions,
@@ -105,7 +104,7 @@ class Mtp:
         )
         return out
 
-    def _candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The best tokens (B, n, width) int64 and their log-probabilities, float32."""
         logits = self.target.logits(hidden).float()
         best = logits.topk(width, dim=-1)

@@ -1,43 +1,100 @@
-"""A drafter's own keys and values in decoding, for rows of different lengths.
+"""A drafter's own keys and values in decoding, for rows of different lengths, and its computations played back.
 
 Slots 0..length-1 of a row hold what came from the target's true features; draft nodes are written behind them and are
 overwritten by the next observation, so nothing of a rejected token survives.
+
+A head gives `draft` and `take` what it computes in a round as a function of tensors. Where the target's forwards are
+recorded (infer/tapes.py), the function is too, once for every shape: it must launch the same operations whatever the tensors
+hold, never wait for the device, and read no other tensors than its inputs, weights and this cache.
 
 Letters: B rows of one forward, A new tokens per row, M draft nodes kept so far, S slots read, H key-value heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor, nn
 
 from ..infer.attention import attend
 from ..infer.cache import KVCache, Plan
+from ..infer.drafter import Observation
+from ..infer.tapes import Tapes, Tensors
+from ..infer.tree import TokenTree
 
 
 class OwnCache:
-    """Keys and values of up to `rows` rows, and how many true tokens each holds, known to the host."""
+    """Keys and values of up to `rows` rows, none in heads without attention, and how many true tokens each row has."""
 
-    def __init__(self, *, rows: int, capacity: int) -> None:
-        self.kv = KVCache(rows=rows, capacity=capacity)
-        self.lengths = [1] * rows  # drafting starts behind at least one token
+    def __init__(self, *, rows: int, capacity: int, tapes: Tapes | None) -> None:
+        """tapes: the drafter's, if its computations are to be recorded."""
+        self.kv = (KVCache if tapes is None else tapes.new_cache)(rows=rows, capacity=capacity)
+        self.tapes = tapes
+        self.lengths = [1] * rows  # on the host; drafting starts behind at least one token
+        self._span = 0  # slots that are read while a function is recorded
 
     def move(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self.kv.move(source, target, length=self.lengths[source])
         self.lengths[target] = self.lengths[source]
 
-    def observe(self, owner: nn.Module, rows: slice, start: Tensor, count: Tensor, width: int, *, last: bool) -> Recall:
-        """Room for `width` true tokens in each of `rows`, from slot `start` (B,), `count` (B,) of them real.
+    def draft(self, kind: Hashable, room: int | None, function: Callable[..., TokenTree], *inputs: Tensor) -> TokenTree:
+        """The tree `function(*inputs)`, which knows no `probs` and has every node `read`; else as `run`."""
 
-        Returns the memory of a forward in which all A tokens ask, or with `last` only each row's last real one.
+        def tensors(*inputs: Tensor) -> Tensors:
+            tree = function(*inputs)
+            found = tree.tokens, tree.parents, tree.valid
+            return found if tree.confidence is None else (*found, tree.confidence)
+
+        tokens, parents, valid, *rest = self.run("drafts", kind, room, tensors, *inputs)
+        return TokenTree(tokens, parents, valid, confidence=rest[0] if rest else None)
+
+    def take(self, seen: Observation, function: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
+        """Note how many tokens the rows have now and make room for them; then as `run`, but prompts, which come in all
+        lengths, are not recorded."""
+        width = seen.tokens.shape[1]
+        self.lengths[seen.rows] = seen.ends or (seen.start + seen.count).tolist()
+        self.kv.reserve(max(self.lengths[seen.rows]) + width)
+        return function(*inputs) if seen.is_prompt else self.run("observations", None, width, function, *inputs)
+
+    def run(
+        self, what: str, kind: Hashable, room: int | None, function: Callable[..., Tensors], *inputs: Tensor
+    ) -> Tensors:
+        """`function(*inputs)`, played back where that is recorded.
+
+        what: it is, in a word, and of which `kind`: equal ones launch the same operations on inputs of the same shapes.
+        room: how many slots it writes behind the true tokens of rows 0..B-1, B being the length of its first input; None if
+        it reads no keys.
         """
-        self.lengths[rows] = (start + count).tolist()
-        span = max(self.lengths[rows])
-        self.kv.reserve(span + width)  # columns beyond `count` are written too, and never read
+        if self.tapes is None:
+            return function(*inputs)
+        batch, span = len(inputs[0]), 0
+        if room is not None:
+            span = self.tapes.recorder.span(max(self.lengths[:batch]) + room)
+            self.kv.reserve(span)
+
+        def recorded(*inputs: Tensor) -> Tensors:
+            self._span = span
+            try:
+                return function(*inputs)
+            finally:
+                self._span = 0
+
+        shape = (what, kind, span, tuple(each.shape for each in inputs))
+        words = f"{what} of {batch} rows" + (f" over up to {span} tokens" if span else "")
+        found = self.tapes.play(self.kv, shape, words, recorded, *inputs)
+        return function(*inputs) if found is None else found
+
+    def observe(self, owner: nn.Module, first: int, start: Tensor, count: Tensor, width: int, *, last: bool) -> Recall:
+        """The memory of a forward over the tokens just taken, `width` in each of rows first..first+B-1, `count` (B,) of them real.
+
+        All A tokens ask, or with `last` only each row's last real one. Columns beyond `count` are written too, and never read.
+        """
+        span = self._span or max(self.lengths[first : first + len(start)])
         columns = torch.arange(width, device=start.device)
         ends = (start + count)[:, None] if last else start[:, None] + columns + 1
-        return Recall(owner, self.kv, rows.start, start[:, None] + columns, _Seen(ends, span))
+        return Recall(owner, self.kv, first, start[:, None] + columns, _Seen(ends, span))
 
     def grow(self, owner: nn.Module, lengths: Tensor, ancestors: Tensor) -> Recall:
         """The memory of a forward over draft nodes of rows 0..B-1.
@@ -45,7 +102,7 @@ class OwnCache:
         lengths: (B,) int64, true tokens; ancestors: (B, n, M) bool, the new nodes are the last n of M.
         """
         batch, count, total = ancestors.shape
-        span = max(self.lengths[:batch]) + total
+        span = self._span or max(self.lengths[:batch]) + total
         self.kv.reserve(span)
         slots = lengths[:, None] + torch.arange(total - count, total, device=lengths.device)
         return Recall(owner, self.kv, 0, slots, _Seen(lengths[:, None].expand(-1, count), span, ancestors))

@@ -8,16 +8,15 @@ Letters: B rows, K slots, D draft width, W draft vocabulary, C candidates per sl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..infer.dynamic_tree import StaticGrowth
-from ..infer.parallel_tree import best_first
 from ..infer.tree import TokenTree, Topology
-from .markov import MarkovHead
+from .markov import ConfidenceHead, MarkovHead
 from .vocabulary import DraftVocabulary
 
 
@@ -45,9 +44,19 @@ class Slots:
     vocabulary: DraftVocabulary
     """Of the logits."""
     markov: MarkovHead | None
+    sure: ConfidenceHead | None = None
 
     def static_tree(self, topology: Topology) -> TokenTree:
-        """The tree of a fixed shape, of depth K at most: rank r of a node is its r-th choice given the node's path."""
+        """The tree of a fixed shape, of depth K at most: rank r of a node is its r-th choice given the node's path. The
+        confidences of a chain are the confidence head's, if there is one."""
+        tree = self._ranked(topology)
+        if self.sure is None or topology.width > 1:
+            return tree
+        logits = self.sure(self.hidden, self.markov, tree.tokens[:, :-1])
+        confidence = torch.cat([torch.ones_like(logits[:, :1]), logits.sigmoid()], dim=1)
+        return replace(tree, confidence=confidence.float())
+
+    def _ranked(self, topology: Topology) -> TokenTree:
         width = topology.width
         if self.markov is None:
             best, log_probs = self.marginals(width)
@@ -64,10 +73,11 @@ class Slots:
                 state = state.gather(1, frontier.origin[:, :, None].expand(-1, -1, state.shape[-1]))
         return growth.finish()
 
-    def best_first(self, *, nodes: int, width: int) -> TokenTree:
-        """The tree of the `nodes` most likely nodes, of `width` candidates per slot."""
+    def candidates(self, width: int) -> tuple[Tensor, Tensor]:
+        """Of every slot `width` target ids (B, K, C) int64, and what the best-first tree scores them by: log-probabilities
+        (B, K, C), with a Markov head (B, K, C, C) as in `conditioned`."""
         tokens, log_probs = self.marginals(width) if self.markov is None else self.conditioned(self.markov, width)
-        return best_first(self.anchors, self.vocabulary.to_target(tokens), log_probs, nodes=nodes)
+        return self.vocabulary.to_target(tokens), log_probs
 
     def marginals(self, width: int) -> tuple[Tensor, Tensor]:
         """The best draft ids (B, K, C) int64 of every slot and their log-probabilities, float32; C = min(width, W)."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .target import Reading
+from .tapes import Tensors
 
 PRODUCT = "mkldnn._linear_pointwise.default"
 """What packed.py multiplies with, by name: builds of torch without oneDNN have no such operation."""
@@ -64,22 +64,17 @@ class Compiled:
         """Powers of two."""
         return max(SMALLEST, 1 << (needed - 1).bit_length())
 
-    def __call__(self, function: Callable[[], Reading]) -> Callable[[], Reading]:
-        def tensors() -> tuple[Tensor, ...]:
-            reading = function()
-            return (reading.hidden,) if reading.features is None else (reading.hidden, reading.features)
-
-        traced: fx.GraphModule = make_fx(tensors)()
+    def __call__(self, function: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        traced: fx.GraphModule = make_fx(function)()
         matrices = _number_products(traced)
         compiled = torch.compile(traced, fullgraph=True)
         compiled()
         return partial(_play, compiled, matrices)
 
 
-def _play(program: Callable[[], tuple[Tensor, ...]], matrices: Sequence[_Matrix]) -> Reading:
+def _play(program: Callable[[], Tensors], matrices: Sequence[_Matrix]) -> Tensors:
     """matrices: those that the program calls by number; held by whoever can call it."""
-    hidden, *features = program()
-    return Reading(hidden, features[0] if features else None)
+    return program()
 
 
 def _number_products(traced: fx.GraphModule) -> list[_Matrix]:

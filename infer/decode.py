@@ -24,7 +24,7 @@ from .sampling import Sampling
 from .shortage import memory_fault
 from .target import Reading, Target
 from .tree import TokenTree
-from .verify import Verdict, Verifier, sample_match, score
+from .verify import Settled, Verdict, Verifier, sample_match, score
 
 PREFILL_TOKENS = 512
 """Most prompt tokens read in one forward (their attention mask is that square)."""
@@ -128,28 +128,26 @@ class Engine:
             with self.clock.time("host"):
                 logits = penalise(logits, tree, self._sampling, [row.counts for row in self._rows])
                 verdict = self.verifier(tree, logits, self._lengths, self._sampling)
-                counts, width = self._commit(tree, reading, logits, verdict)
-                return self._emit(tree, verdict, counts, width)
+                settled = Settled.of(tree, verdict)  # of a greedy round the one transfer to the host
+                self._commit(tree, reading, logits, verdict, settled)
+                return self._emit(settled)
         except (RuntimeError, MemoryError) as error:
             fault = memory_fault(error)
         self._start_over(failed=max(self._rows, key=lambda row: row.length), fault=fault)
         return self._report()
 
-    def _commit(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict) -> tuple[list[int], int]:
-        """Keep the accepted rows of the cache, tell the drafter, move the anchors. The round's one host sync is here."""
-        counts: list[int] = verdict.count.tolist()
-        width = max(counts)
-        path = verdict.path[:, :width]
-        index = torch.arange(width, device=path.device)
-        start = torch.arange(len(counts), device=path.device) * self.cache.capacity + self._lengths
-        if not torch.equal(path, index.minimum(verdict.count[:, None] - 1)):
+    def _commit(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, settled: Settled) -> None:
+        """Keep the accepted rows of the cache, tell the drafter, move the anchors."""
+        path = verdict.path[:, : max(settled.counts)]
+        if not settled.is_in_place:
+            index = torch.arange(path.shape[1], device=path.device)
+            start = torch.arange(len(path), device=path.device) * self.cache.capacity + self._lengths
             self.cache.commit((start[:, None] + path).flatten(), (start[:, None] + index).flatten())
+        for row, count in zip(self._rows, settled.counts):
+            row.length += count
         self._observe(tree, reading, logits, verdict, path)
         self._lengths = self._lengths + verdict.count
         self._anchors = verdict.bonus
-        for row, count in zip(self._rows, counts):
-            row.length += count
-        return counts, width
 
     def _observe(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, path: Tensor) -> None:
         rows = torch.arange(len(path), device=path.device)[:, None]
@@ -163,23 +161,21 @@ class Engine:
             features=features,
             anchor=verdict.bonus,
             logits=logits,
+            ends=[row.length for row in self._rows],
         )
         with self.clock.time("draft"):
             self.drafter.observe(self.state, seen)
 
-    def _emit(self, tree: TokenTree, verdict: Verdict, counts: list[int], width: int) -> list[Progress]:
+    def _emit(self, settled: Settled) -> list[Progress]:
         """Append each row's accepted tokens and bonus to its text, cut where the answer ends; retire rows."""
-        kept = torch.cat([tree.tokens.gather(1, verdict.path[:, 1:width]), verdict.bonus[:, None]], dim=1).tolist()
-        drafted: list[int] = (tree.valid.sum(dim=1) - 1).tolist()
-        offered: list[int] = torch.where(tree.valid, tree.depths, 0).amax(dim=1).tolist()
         progress = []
         for index, row in enumerate(self._rows):
-            accepted = counts[index] - 1
-            emitted = row.append([*kept[index][:accepted], kept[index][-1]], accepted)
+            accepted = settled.counts[index] - 1
+            emitted = row.append(settled.tokens[index], accepted)
             accepted = min(accepted, emitted)
             row.output.stats.count_round(
-                drafted=drafted[index],
-                offered=accepted if emitted <= accepted else offered[index],
+                drafted=settled.drafted[index],
+                offered=accepted if emitted <= accepted else settled.offered[index],
                 accepted=accepted,
                 emitted=emitted,
             )

@@ -149,7 +149,7 @@ class DraftReader:
         if shortest > self._limit:
             return None
         state.reserve(longest + 1 + self.depth)
-        state.text[range(len(anchors)), at] = anchors
+        state.text[: len(anchors)].scatter_(1, at[:, None], anchors[:, None])
         while count > CATCH_UP_TOKENS:
             self._read(state, read, at, width=CATCH_UP_TOKENS, read_by_any=read_by_any)
             read = (read + CATCH_UP_TOKENS).minimum(at)
@@ -170,7 +170,7 @@ class DraftReader:
             return None
         hidden = self._read(state, left.read, left.at, width=left.count + 1, read_by_any=left.read_by_any)
         state.read[: len(anchors)] = left.at + 1
-        anchor_hidden = hidden[range(len(anchors)), left.at - left.read]
+        anchor_hidden = hidden[torch.arange(len(anchors), device=hidden.device), left.at - left.read]
         return Opening(left.at, left.longest, lengths <= self._limit, self._logits(anchor_hidden))
 
     def _read_level(self, state: DraftState, tree: TokenTree, opening: Opening, count: int) -> Tensor:

@@ -48,6 +48,8 @@ class Observation:
     """(B,) int64: the newest emitted token, at position start + count, not read yet."""
     logits: Tensor | None = None
     """(B, N, V): the target's logits at every node of the tree that was drafted, accepted or not; None for a prompt."""
+    ends: list[int] | None = None
+    """(B): start + count, where the host knows them already."""
 
     @property
     def is_prompt(self) -> bool:
@@ -56,9 +58,7 @@ class Observation:
 
     def next_tokens(self) -> Tensor:
         """(B, A) int64: the token after each one read; after the newest stands the anchor."""
-        tokens = torch.roll(self.tokens, -1, dims=1)
-        tokens[range(len(tokens)), self.count - 1] = self.anchor
-        return tokens
+        return torch.roll(self.tokens, -1, dims=1).scatter(1, self.count[:, None] - 1, self.anchor[:, None])
 
     def texts(self) -> list[list[int]]:
         """Per row the tokens just read and the anchor, on the host in one transfer."""
@@ -67,7 +67,7 @@ class Observation:
 
     def last(self, values: Tensor) -> Tensor:
         """(B, ...): the entry of `values` (B, A, ...) at each row's last real column."""
-        return values[range(len(values)), self.count - 1]
+        return values[torch.arange(len(values), device=values.device), self.count - 1]
 
 
 class Drafter(Protocol):

@@ -95,7 +95,8 @@ class DynamicGrowth:
         parents = parents.gather(1, kept)
         places = torch.searchsorted(kept, parents.clamp(min=0))
         closed = (kept.gather(1, places.clamp(max=kept.shape[1] - 1)) == parents) | (parents < 0)
-        assert bool(closed.all()), "a dynamic tree kept a node without its parent: scores rose along a path"
+        # On a card the check does not wait for it, so that drafting can be recorded.
+        torch._assert_async(closed.all(), "a dynamic tree kept a node without its parent: scores rose along a path")
         parents = torch.cat([torch.full_like(kept[:, :1], -1), torch.where(parents < 0, 0, places + 1)], dim=1)
         nodes = torch.cat([self.anchors[:, None], tokens.gather(1, kept)], dim=1)
         return TokenTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool))

@@ -78,7 +78,7 @@ class Sampling:
         self.is_greedy = all(p.temperature == 0 for p in params)
         self.has_penalties = any(p.has_penalties for p in params)
         self._has_greedy = any(p.temperature == 0 for p in params)
-        self._has_top_k = any(p.top_k for p in params)
+        self._most = max((p.top_k for p in params), default=0)
         self._has_top_p = any(p.top_p < 1 for p in params)
         self._has_min_p = any(p.min_p for p in params)
         self._keeps_few = all(p.temperature == 0 or p.top_k or p.top_p < 1 or p.min_p for p in params)
@@ -92,7 +92,7 @@ class Sampling:
         """
         greedy = (self.temperature == 0)[:, None, None]
         scaled = logits.float() / torch.where(greedy, 1.0, self.temperature[:, None, None])
-        if self._has_top_k:
+        if self._most:
             scaled = self._keep_top_k(scaled)
         logp = torch.log_softmax(scaled, dim=-1)
         if self._has_top_p:
@@ -148,8 +148,7 @@ class Sampling:
         return self._noise.flatten(0, 1).index_select(0, index.flatten()).view(*positions.shape, vocab_size)
 
     def _keep_top_k(self, scaled: Tensor) -> Tensor:
-        widest = int(self.top_k.max())
-        best = scaled.topk(min(widest, scaled.shape[-1]), dim=-1).values
+        best = scaled.topk(min(self._most, scaled.shape[-1]), dim=-1).values
         last = (self.top_k - 1).clamp(min=0, max=best.shape[-1] - 1)[:, None, None].expand(*scaled.shape[:2], 1)
         floor = best.gather(-1, last)
         keep = (scaled >= floor) | (self.top_k == 0)[:, None, None]

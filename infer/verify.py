@@ -37,6 +37,35 @@ class Verdict:
     bonus: Tensor
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What a verdict means for the texts, on the host."""
+
+    counts: list[int]
+    """Nodes kept, the root included."""
+    tokens: list[list[int]]
+    """What each row emits: its accepted draft tokens, then its bonus."""
+    drafted: list[int]
+    """Valid draft nodes."""
+    offered: list[int]
+    """Depth of the deepest of them."""
+    is_in_place: bool
+    """Whether in every row the nodes kept are the first of the tree, one below the other."""
+
+    @classmethod
+    def of(cls, tree: TokenTree, verdict: Verdict) -> Settled:
+        """In one transfer."""
+        steps = torch.arange(verdict.path.shape[1], device=verdict.path.device)
+        moved = (verdict.path != steps.minimum(verdict.count[:, None] - 1)).any(dim=1)
+        offered = torch.where(tree.valid, tree.depths, 0).amax(dim=1)
+        columns = [verdict.count, verdict.bonus, tree.valid.sum(dim=1) - 1, offered, moved.long()]
+        nodes = tree.tokens.gather(1, verdict.path)
+        table: list[list[int]] = torch.cat([torch.stack(columns, dim=1), nodes], dim=1).tolist()
+        counts, bonus, drafted, deepest, displaced = (list(column) for column in list(zip(*table))[:5])
+        tokens = [[*row[6 : 5 + count], last] for row, count, last in zip(table, counts, bonus)]
+        return cls(counts, tokens, drafted, deepest, is_in_place=not any(displaced))
+
+
 class Verifier(Protocol):
     """A pure function from a draft and the target's logits to a verdict."""
 

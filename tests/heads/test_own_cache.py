@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads.own_cache import OwnCache
+from draftsmith.infer.drafter import Observation
 
 HEADS, KV, WIDTH = 4, 2, 8
 OWNER = nn.Identity()
@@ -33,16 +34,21 @@ class ByHand:
 
 def observe(cache: OwnCache, truth: ByHand, rows: slice, counts: list[int], *, last: bool) -> None:
     batch, width = len(counts), max(counts)
-    start = torch.tensor(truth.lengths[rows])
-    memory = cache.observe(OWNER, rows, start, torch.tensor(counts), width, last=last)
+    start, count, tokens = torch.tensor(truth.lengths[rows]), torch.tensor(counts), torch.zeros(batch, width).long()
     query = torch.randn(batch, 1 if last else width, HEADS, WIDTH)
     key, value = torch.randn(batch, width, KV, WIDTH), torch.randn(batch, width, KV, WIDTH)
-    out = memory.attend(0, query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)).view_as(query)
-    for b, count in enumerate(counts):
-        for column in range(count):
+
+    def answer(*states: Tensor) -> tuple[Tensor, ...]:
+        memory = cache.observe(OWNER, rows.start, start, count, width, last=last)
+        return (memory.attend(0, *(each.flatten(0, 1) for each in states)),)
+
+    seen = Observation(rows, tokens, count, start, hidden=key, features=None, anchor=tokens[:, 0])
+    out = cache.take(seen, answer, query, key, value)[0].view_as(query)
+    for b, real in enumerate(counts):
+        for column in range(real):
             truth.keys[rows.start + b].append(key[b, column])
             truth.values[rows.start + b].append(value[b, column])
-            if not last or column == count - 1:
+            if not last or column == real - 1:
                 expected = attend(
                     query[b, 0 if last else column], truth.keys[rows.start + b], truth.values[rows.start + b]
                 )
@@ -70,7 +76,7 @@ def draft(cache: OwnCache, truth: ByHand, batch: int) -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_rows_of_different_lengths_see_their_own_past_and_their_own_draft(last: bool) -> None:
-    cache, truth = OwnCache(rows=4, capacity=4), ByHand(4)
+    cache, truth = OwnCache(rows=4, capacity=4, tapes=None), ByHand(4)
     for row, prompt in enumerate([5, 2, 9]):  # one longer than the capacity
         observe(cache, truth, slice(row, row + 1), [prompt], last=last)
     for counts in ([1, 4, 2], [3, 1, 1], [1, 1, 70]):
@@ -80,7 +86,7 @@ def test_rows_of_different_lengths_see_their_own_past_and_their_own_draft(last: 
 
 
 def test_the_last_row_takes_the_place_of_one_that_left() -> None:
-    cache, truth = OwnCache(rows=3, capacity=16), ByHand(3)
+    cache, truth = OwnCache(rows=3, capacity=16, tapes=None), ByHand(3)
     for row, prompt in enumerate([5, 2, 9]):
         observe(cache, truth, slice(row, row + 1), [prompt], last=True)
     draft(cache, truth, 3)

@@ -11,6 +11,7 @@ from torch import Tensor
 from draftsmith.heads.markov import Kind, MarkovHead
 from draftsmith.heads.slots import Slots
 from draftsmith.heads.vocabulary import DraftVocabulary
+from draftsmith.infer.parallel_tree import best_first
 from draftsmith.infer.tree import TokenTree, Topology
 
 BATCH, DEPTH, WIDTH, VOCAB, RANK = 3, 3, 6, 12, 4
@@ -68,8 +69,8 @@ def test_one_candidate_makes_the_best_first_tree_the_chain(kind: Kind | None) ->
     slots = build(kind)
     with torch.no_grad():
         chain = slots.static_tree(Topology.chain(DEPTH))
-        tree = slots.best_first(nodes=DEPTH, width=1)
-        wide = slots.best_first(nodes=60, width=4)
+        tree = best_first(slots.anchors, *slots.candidates(1), nodes=DEPTH)
+        wide = best_first(slots.anchors, *slots.candidates(4), nodes=60)
     assert torch.equal(tree.tokens, chain.tokens)
     assert torch.equal(tree.parents, chain.parents)
     for row in range(BATCH):
@@ -82,7 +83,7 @@ def test_with_all_tokens_as_candidates_the_tree_holds_the_most_likely_paths(kind
     """With the whole vocabulary in the pool nothing is estimated."""
     slots, nodes = build(kind), 25
     with torch.no_grad():
-        tree = slots.best_first(nodes=nodes, width=VOCAB)
+        tree = best_first(slots.anchors, *slots.candidates(VOCAB), nodes=nodes)
         for row in range(BATCH):
             values: dict[tuple[int, ...], float] = {(): 0.0}
             for depth in range(DEPTH):

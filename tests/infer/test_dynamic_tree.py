@@ -115,7 +115,7 @@ def test_a_child_kept_without_its_parent_is_caught() -> None:
     growth.add(torch.tensor([[[1]]]), torch.tensor([[[-1.0]]]))
     growth.add(torch.tensor([[[2]]]), torch.tensor([[[-1.0]]]))
     growth._pool[1][1].fill_(0.0)  # a score that rose along its path
-    with pytest.raises(AssertionError, match="without its parent"):
+    with pytest.raises(RuntimeError, match="without its parent"):
         growth.finish()
 
 

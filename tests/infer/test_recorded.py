@@ -21,9 +21,10 @@ from draftsmith.infer.cache import KVCache
 from draftsmith.infer.compiled import Compiled
 from draftsmith.infer.decode import Engine
 from draftsmith.infer.drafter import NoDraft
-from draftsmith.infer.recorded import IDLE, CudaGraphs, RecordedTarget
+from draftsmith.infer.recorded import CudaGraphs, RecordedTarget
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.seq2seq import Seq2SeqTarget
+from draftsmith.infer.tapes import IDLE, Tensors
 from draftsmith.infer.target import Reading, Target
 from draftsmith.infer.tree import TokenTree
 
@@ -63,7 +64,7 @@ def test_played_back_the_text_is_the_targets(
     drafter = NoDraft() if name == "none" else drafting.build(name, recorded, RecordedTarget(draft, drafts))
     outputs = drafting.decode(recorded, drafter, prompts, rows=3, sampling=sampling)
     assert drafting.texts(outputs) == expected
-    assert recorded.fault is None
+    assert recorded.tapes.fault is None
     assert trace.played > 3 * trace.recorded > 0
     assert drafts.played > 0 or name not in drafting.MODELLED or name in ("draft beams", "draft tree")
 
@@ -77,8 +78,8 @@ def test_every_architecture_plays_back_or_says_why_not(kind: str, prompts: list[
     drafter = drafting.build("prompt-lookup", target, target)
     found = drafting.texts(drafting.decode(recorded, drafter, asked, rows=2))
     assert found == expected
-    assert (trace.played > 0) == (recorded.fault is None)
-    assert recorded.fault is None or kind in ("mixtral", "qwen3-moe")
+    assert (trace.played > 0) == (recorded.tapes.fault is None)
+    assert recorded.tapes.fault is None or kind in ("mixtral", "qwen3-moe")
 
 
 def reading_of(
@@ -120,7 +121,7 @@ def test_a_cache_that_grows_is_recorded_anew(target: Target) -> None:
     engine.add(drafting.Request("0", [5, 6, 7, 8], 300))
     assert [output.tokens for output in engine.run()] == expected
     assert engine.cache.capacity > 256
-    assert trace.recorded > recorded.num_recordings(engine.cache) > 0
+    assert trace.recorded > recorded.tapes.num_recordings(engine.cache) > 0
     assert len(said) == trace.recorded
     assert said[0] == "recording forwards of 1 x 1 nodes over up to 64 tokens, at once"
 
@@ -141,7 +142,7 @@ def test_recordings_pass_from_one_engine_to_the_next(
         list(engine.run())
     del engine, together
     gc.collect()
-    assert len(recorded._idle[1]) == IDLE
+    assert len(recorded.tapes._idle[1]) == IDLE
     assert drafting.texts(drafting.decode(recorded, None, prompts, rows=1)) == expected
 
 
@@ -160,7 +161,7 @@ def test_what_waits_for_the_device_is_not_recorded_and_still_right(
     with pytest.warns(UserWarning, match="forwards run as ever, they cannot be recorded: "):
         found = drafting.texts(drafting.decode(recorded, None, prompts))
     assert found == expected
-    assert recorded.fault
+    assert recorded.tapes.fault
     assert not trace.played
 
 
@@ -206,12 +207,12 @@ def test_buffers_that_memory_ran_out_on_are_given_up(target: Target, trace: Trac
     assert all(outputs[str(index)].tokens == expected[index] for index in finished)
     broken.clear()
     gc.collect()
-    assert all(tape.is_whole for idle in recorded._idle.values() for tape in idle)
+    assert all(tape.is_whole for idle in recorded.tapes._idle.values() for tape in idle)
 
 
 def test_where_memory_runs_out_while_recording_forwards_run_as_ever(target: Target) -> None:
     class Full(Trace):
-        def __call__(self, function: Callable[[], Reading]) -> Callable[[], Reading]:
+        def __call__(self, function: Callable[[], Tensors]) -> Callable[[], Tensors]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     recorded = RecordedTarget(target, Full())
@@ -240,8 +241,8 @@ def test_compiled_forwards_write_what_the_target_writes(tiny_target_dir: Path, p
     began = time.perf_counter()
     outputs = {output.id: output.tokens for output in engine.run()}
     assert [outputs[str(index)] for index in range(len(prompts))] == expected
-    assert recorded.fault is None
-    assert recorded.num_recordings(engine.cache) > 0
+    assert recorded.tapes.fault is None
+    assert recorded.tapes.num_recordings(engine.cache) > 0
     assert engine.clock.total() < time.perf_counter() - began - 1, "compiling is no part of a round"
 
 
@@ -259,5 +260,5 @@ def test_cuda_graphs_write_what_the_target_writes(
     recorded, drafts = (RecordedTarget(each, CudaGraphs()) for each in (target, draft))
     drafter = NoDraft() if name == "none" else drafting.build(name, recorded, drafts)
     assert drafting.texts(drafting.decode(recorded, drafter, prompts, rows=3, sampling=sampling)) == expected
-    assert recorded.fault is None
-    assert drafts.fault is None
+    assert recorded.tapes.fault is None
+    assert drafts.tapes.fault is None

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from draftsmith.infer.target import Reading
+from draftsmith.infer.tapes import Tensors
 
 
 class Trace:
@@ -23,18 +23,14 @@ class Trace:
     def span(self, needed: int) -> int:
         return -(-needed // self.step) * self.step
 
-    def __call__(self, function: Callable[[], Reading]) -> Callable[[], Reading]:
-        def tensors() -> list[torch.Tensor]:
-            reading = function()
-            return [reading.hidden] if reading.features is None else [reading.hidden, reading.features]
-
+    def __call__(self, function: Callable[[], Tensors]) -> Callable[[], Tensors]:
         with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):  # some models ask, to spare a check
-            graph = make_fx(tensors)()
+            graph = make_fx(function)()
         self.recorded += 1
 
-        def play() -> Reading:
+        def play() -> Tensors:
             self.played += 1
-            hidden, *features = graph()
-            return Reading(hidden, features[0] if features else None)
+            found: Tensors = graph()
+            return found
 
         return play
