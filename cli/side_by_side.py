@@ -106,6 +106,7 @@ class Bench:
         yield Case("draft model, one at a time", alone, self._assisted(), self._stock(assistant=self.draft or "self"))
         copied = [[list(p.tokens)] for p in self._copying(singles)]
         yield Case("prompt lookup, one at a time", copied, self._lookup(), self._stock(lookup=LOOKUP))
+        yield Case(f"{self.drafter} against stock plain, one at a time", alone, self._drafted(1), self._stock())
         for size in BATCHES:
             name = f"{self.drafter} over plain, batch {size}"
             yield Case(name, [many[:size]] * (2 if size > 1 else 4), self._drafted(size), self._plain(size))

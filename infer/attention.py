@@ -42,18 +42,32 @@ def attend(
             "Use a target without them."
         )
     query = plan.spread(query.transpose(1, 2)).transpose(1, 2)
+    options = {"groups": query.shape[1] // key.shape[1], "window": sliding_window or 0, "dtype": query.dtype}
+    found = [
+        _attend(query[rows, :, nodes], key[rows], value[rows], plan.mask(number, **options), scaling, softcap)
+        for number, (rows, nodes) in enumerate(plan.pieces)
+    ]
+    out = found[0]
+    if len(found) > 1:
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for (rows, nodes), part in zip(plan.pieces, found):
+            out[rows, :, nodes] = part
+    return plan.pack(out.transpose(1, 2)), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """(B, Hq, N, d)."""
     batch, query_heads, count, width = query.shape
-    groups = query_heads // key.shape[1]
-    folded = query.reshape(batch, key.shape[1], groups * count, width)
-    mask = plan.mask(groups=groups, window=sliding_window or 0, dtype=query.dtype)
+    folded = query.reshape(batch, key.shape[1], query_heads // key.shape[1] * count, width)
     if softcap is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         scores = torch.matmul(folded, key.transpose(-1, -2)).float() * (scaling or width**-0.5)
         scores = torch.tanh(scores / softcap) * softcap + mask
         out = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
-    out = out.reshape(batch, query_heads, count, -1)
-    return plan.pack(out.transpose(1, 2)), None
+    return out.reshape(batch, query_heads, count, -1)
 
 
 def register() -> None:

@@ -18,22 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Piece = tuple[slice, slice]
+"""Rows and nodes."""
+
 
 class Plan(ABC):
     """Visibility of one forward. Masks are additive, built once per forward and reused by all layers."""
 
+    pieces: tuple[Piece, ...] = ((slice(None), slice(None)),)
+    """What attends together, one call after the other; what is in none of them does not attend."""
+
     def __init__(self) -> None:
-        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     @abstractmethod
     def visible(self, window: int) -> Tensor:
         """(B or 1, N, S) bool; window 0 is full attention, else keys nearer than `window` positions."""
 
-    def mask(self, *, groups: int, window: int, dtype: torch.dtype) -> Tensor:
-        """(B or 1, 1, groups*N, S) additive mask for query heads folded into the length axis."""
-        key = (groups, window, dtype)
+    def mask(self, piece: int, *, groups: int, window: int, dtype: torch.dtype) -> Tensor:
+        """(B or 1, 1, groups*N, S) additive mask of a piece, query heads folded into the length axis."""
+        key = (piece, groups, window, dtype)
         if key not in self._masks:
-            seen = self.visible(window)
+            rows, nodes = self.pieces[piece]
+            seen = self.visible(window)[rows, nodes]
             bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             self._masks[key] = bias.repeat(1, groups, 1)[:, None]
         return self._masks[key]
@@ -82,7 +89,12 @@ class Decode(Plan):
     ) -> None:
         super().__init__()
         self.lengths, self.depths, self.ancestors, self.span = lengths, depths, ancestors, span
-        self._kept = None if read is None else read[:, -ancestors.shape[1] :].flatten().nonzero()[:, 0]  # (R,)
+        self._kept: Tensor | None = None  # (R,)
+        if read is not None:
+            read = read[:, -ancestors.shape[1] :]
+            self._kept = read.flatten().nonzero()[:, 0]
+            if read.device.type == "cpu":  # elsewhere another call costs more than the filling
+                self.pieces = _pieces(read)
 
     def pack(self, x: Tensor) -> Tensor:
         return x if self._kept is None else x.flatten(0, 1)[self._kept][None]
@@ -108,6 +120,17 @@ class Decode(Plan):
             tree = tree & (self.depths[:, -count:, None] - self.depths[:, None, :] < window)
         where = (self.lengths[:, None] + torch.arange(nodes, device=slots.device))[:, None, :].expand_as(tree)
         return seen.scatter_(2, where, tree)
+
+
+def _pieces(read: Tensor) -> tuple[Piece, ...]:
+    """Of nodes that are `read` (B, N) bool: the first of all rows together, then row by row what a few of them read besides;
+    or everything together, where that has not twice as many nodes."""
+    batch, count = read.shape
+    reach: list[int] = (read * torch.arange(1, count + 1)).amax(dim=1).tolist()
+    apart = [(slice(row, row + 1), slice(1, end)) for row, end in enumerate(reach) if end > 1]
+    if 2 * (batch + sum(nodes.stop - 1 for _, nodes in apart)) > batch * count:
+        return Plan.pieces
+    return (slice(None), slice(1)), *apart
 
 
 class KVCache:

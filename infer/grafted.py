@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cost import draft_seconds, token_seconds
+from .cost import draft_seconds, token_seconds, uneven_seconds
 from .drafter import Drafter, Observation
 from .sampling import Sampling
 from .schedule import HOST_SECONDS, LONGEST, admit, cut
@@ -127,14 +127,16 @@ class Grafted:
         copier: Drafter,
         *,
         seconds: Mapping[int, float] | None = None,
+        uneven: float = 0.0,
         drafting: float = 0.0,
         nodes: int = 1,
     ) -> None:
-        """seconds: of a target forward by the number of tokens in it, or None to graft everything; drafting: seconds of one draft of
-        `drafter`; nodes: of its usual tree."""
+        """seconds: of a target forward by the number of tokens in it, or None to graft everything; uneven: what one takes besides
+        where rows differ; drafting: seconds of one draft of `drafter`; nodes: of its usual tree."""
         assert not copier.taps, "a copier reads the text alone"
         assert seconds is None or min(seconds) == 1, "step times begin with a step of one token"
-        self.drafter, self.copier, self.seconds, self.drafting, self.nodes = drafter, copier, seconds, drafting, nodes
+        self.drafter, self.copier, self.drafting, self.nodes = drafter, copier, drafting, nodes
+        self.seconds, self.uneven = seconds, uneven
         self._tables: dict[tuple[int, int], Tensor] = {}
 
     @classmethod
@@ -142,7 +144,8 @@ class Grafted:
         """With what a step of up to `rows` rows takes on this machine; some seconds."""
         tree, drafting = draft_seconds(drafter, target, rows=rows)
         seconds = token_seconds(target, rows=rows, depth=tree.num_nodes - 1 + copier.depth)
-        return cls(drafter, copier, seconds=seconds, drafting=drafting, nodes=tree.num_nodes)
+        uneven = uneven_seconds(target, rows=rows)
+        return cls(drafter, copier, seconds=seconds, uneven=uneven, drafting=drafting, nodes=tree.num_nodes)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -215,4 +218,5 @@ class Grafted:
         if (first, last) not in self._tables:
             table = [interpolate(self.seconds, count) + HOST_SECONDS for count in range(first, last + 1)]
             self._tables[first, last] = torch.tensor(table, dtype=torch.float64)
+            self._tables[first, last][1:] += self.uneven if rows > 1 else 0.0
         return self._tables[first, last]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .calibration import Calibration, check_chain
-from .cost import draft_seconds, token_seconds
+from .cost import draft_seconds, token_seconds, uneven_seconds
 from .drafter import Drafter, Observation
 from .sampling import Sampling
 from .target import Target
@@ -107,14 +107,16 @@ class Scheduled:
         drafter: Drafter,
         *,
         seconds: Mapping[int, float],
+        uneven: float = 0.0,
         rule: str = "early-stop",
         calibration: Calibration | None = None,
     ) -> None:
-        """seconds: of a whole step, by the number of tokens that the target reads in it."""
+        """seconds: of a whole step, by the number of tokens that the target reads in it; uneven: what it takes besides where rows
+        differ in how many they read."""
         if rule not in RULES:
             raise ValueError(f"a schedule is one of {', '.join(RULES)}, got {rule!r}.")
         assert min(seconds) == 1, "step times begin with a step of one token"
-        self.drafter, self.seconds, self.rule = drafter, seconds, rule
+        self.drafter, self.seconds, self.uneven, self.rule = drafter, seconds, uneven, rule
         self.calibration = calibration or Calibration()
         self._tables: dict[tuple[int, int], Tensor] = {}
 
@@ -130,7 +132,8 @@ class Scheduled:
         check_chain(tree)
         measured = token_seconds(target, rows=rows, depth=drafter.depth)
         seconds = {count: taken + drafting + HOST_SECONDS for count, taken in measured.items()}
-        return cls(drafter, seconds=seconds, rule=rule, calibration=calibration)
+        uneven = uneven_seconds(target, rows=rows)
+        return cls(drafter, seconds=seconds, uneven=uneven, rule=rule, calibration=calibration)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -184,4 +187,5 @@ class Scheduled:
             counts = range(rows, rows * (depth + 1) + 1)
             table = [interpolate(self.seconds, count) for count in counts]
             self._tables[rows, depth] = torch.tensor(table, dtype=torch.float64)
+            self._tables[rows, depth][1:] += self.uneven if rows > 1 else 0.0
         return self._tables[rows, depth]

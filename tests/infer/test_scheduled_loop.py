@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ from torch import Tensor
 from draftsmith.infer import rejection
 from draftsmith.infer.calibration import Calibration
 from draftsmith.infer.candidates import DraftTree
+from draftsmith.infer.cost import uneven_seconds
 from draftsmith.infer.decode import Engine, Request
 from draftsmith.infer.draft_model import DraftModel
 from draftsmith.infer.drafter import Drafter, Observation
 from draftsmith.infer.prompt_lookup import PromptLookup
 from draftsmith.infer.sampling import Sampling, SamplingParams
 from draftsmith.infer.schedule import Scheduled, cut, early_stop
-from draftsmith.infer.target import Target
+from draftsmith.infer.target import Reading, Target
 from draftsmith.infer.tree import TokenTree
 
 from . import drafting
@@ -172,6 +175,27 @@ def test_a_new_request_begins_with_what_was_measured_on_average() -> None:
     scheduled.observe(state, prompt)
     torch.testing.assert_close(state.survival[0, :3], torch.tensor([0.95, 0.9, 0.85], dtype=torch.float64))
     assert state.survival[1, 2] == 0.125
+
+
+def test_what_rows_of_different_lengths_cost_besides_is_priced() -> None:
+    """Two likely tokens are worth a tenth of a step each, but not a whole one for making the rows differ."""
+    unlike, seconds = torch.tensor([[0.9, 0.9], [0.1, 0.1]]), {1: 1.0, 2: 1.0, 6: 1.4}
+    for uneven, kept in ((0.0, [2, 0]), (1.0, [0, 0])):
+        assert verified(Scheduled(Fixed([unlike]), seconds=seconds, uneven=uneven, rule="best"), 1, 2) == [kept]
+    alone = Scheduled(Fixed([unlike[:1]]), seconds=seconds, uneven=1.0, rule="best")
+    assert verified(alone, 1, 1) == [[2]], "a row alone differs from none"
+
+
+def test_what_uneven_rows_cost_is_measured(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Target.verify
+
+    def slow(self: Target, tree: TokenTree, *args: Any, **options: Any) -> Reading:
+        time.sleep(0.02 if tree.read is not None else 0.0)
+        return read(self, tree, *args, **options)
+
+    monkeypatch.setattr(Target, "verify", slow)
+    assert 0.015 < uneven_seconds(tiny_target, rows=4, context=8, repeats=5) < 0.2
+    assert uneven_seconds(tiny_target, rows=3) == 0, "a quarter of three rows is none"
 
 
 def test_what_was_not_drafted_is_not_read() -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from draftsmith.infer.cache import KVCache
+from draftsmith.infer.cache import Decode, KVCache
 from draftsmith.infer.decode import Engine, Request
 from draftsmith.infer.drafter import NoDraft
 from draftsmith.infer.sampling import Sampling
@@ -61,12 +61,17 @@ def test_every_tree_node_gets_the_logits_of_its_own_path(name: str) -> None:
             torch.testing.assert_close(logits[row, node], own_logits(alone, ids + path), atol=2e-4, rtol=1e-4)
 
 
-def test_nodes_that_are_not_read_cost_nothing_and_change_nothing(name: str) -> None:
+@pytest.mark.parametrize(("drafted", "num_pieces"), [((2, 0, 4), 1), ((0, 0, 4), 2)], ids=["at once", "in pieces"])
+def test_nodes_that_are_not_read_cost_nothing_and_change_nothing(
+    drafted: tuple[int, ...], num_pieces: int, name: str
+) -> None:
     """Drafts of different lengths side by side: the others' logits stay, and the model never sees what was left out."""
     target = Target(build(name), None)
     prompts = [random_ids(count, seed=count) for count in (14, 5, 21)]
     tree = TokenTree.chain(torch.tensor([7, 8, 9]), torch.tensor([random_ids(4, seed=seed) for seed in (1, 2, 3)]))
-    read = torch.arange(5) <= torch.tensor([[2], [0], [4]])
+    read = torch.arange(5) <= torch.tensor(drafted)[:, None]
+    plan = Decode(torch.tensor([14, 5, 21]), tree.depths, tree.ancestors, span=26, read=read)
+    assert len(plan.pieces) == num_pieces
     results, widths = [], []
     hook = target.model.base_model.register_forward_pre_hook(
         lambda module, args, given: widths.append(given["input_ids"].numel()), with_kwargs=True
@@ -77,7 +82,7 @@ def test_nodes_that_are_not_read_cost_nothing_and_change_nothing(name: str) -> N
         reading = target.verify(part, torch.tensor([14, 5, 21]), cache, longest=21, taps=(0, 2))
         results.append((score(target, part, reading.hidden), reading))
     hook.remove()
-    assert widths == [64, 15, 64, 9]
+    assert widths == [64, 15, 64, 3 + sum(drafted)]
     (whole, everything), (part, some) = results
     torch.testing.assert_close(part[read], whole[read], atol=2e-4, rtol=1e-4)
     assert bool((part[~read] == 0).all())
