@@ -284,7 +284,9 @@ class DFlash(TrainedDrafter):
     def draft(self, state: OwnCache, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
         shape, size, read = self.topology, self.config.block_size, partial(self._slots, state)
         if isinstance(shape, BestFirst):
-            known = state.run("drafts", shape, size, lambda *x: read(*x).candidates(shape.width), anchors, lengths)
+            known = state.run(
+                "drafts", shape.width, size, lambda *x: read(*x).candidates(shape.width), anchors, lengths
+            )
             return best_first(anchors, *known, nodes=shape.nodes)
         if shape.depth == 0:
             return TokenTree.root(anchors)
