@@ -271,9 +271,8 @@ class DFlash(TrainedDrafter):
         assert seen.features is not None, "the features of the tapped layers were not read"
 
         def keep(features: Tensor, start: Tensor, count: Tensor) -> Tensors:
-            width = features.shape[1]
-            positions = start[:, None] + torch.arange(width, device=start.device)
-            state.observe(self, seen.rows.start, start, count, width, last=True)
+            positions = start[:, None] + torch.arange(features.shape[1], device=start.device)
+            state.observe(self, seen.rows.start, start, count, features.shape[1], last=True)
             for layer, context in enumerate(self._context(features.flatten(0, 1), positions.flatten())):
                 keys, values = (part.unflatten(0, positions.shape).transpose(1, 2) for part in context)  # (B, H, A, d)
                 state.kv.update(keys, values, layer)
@@ -284,9 +283,8 @@ class DFlash(TrainedDrafter):
     def draft(self, state: OwnCache, anchors: Tensor, lengths: Tensor, sampling: Sampling) -> TokenTree:
         shape, size, read = self.topology, self.config.block_size, partial(self._slots, state)
         if isinstance(shape, BestFirst):
-            known = state.run(
-                "drafts", shape.width, size, lambda *x: read(*x).candidates(shape.width), anchors, lengths
-            )
+            width = shape.width
+            known = state.run("drafts", width, size, lambda *x: read(*x).candidates(width), anchors, lengths)
             return best_first(anchors, *known, nodes=shape.nodes)
         if shape.depth == 0:
             return TokenTree.root(anchors)
