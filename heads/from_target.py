@@ -198,18 +198,19 @@ def start_as_last_layers(layers: Sequence[nn.Module], target: Target) -> bool:
     sources = list(target.layers)[-len(layers) :]
     if len(sources) < len(layers):
         return False
-    pairs = []
+    found = []
     for own, source in zip(layers, sources):
-        mine, theirs = ({name: p.shape for name, p in layer.named_parameters()} for layer in (own, source))
-        theirs = {name: shape for name, shape in theirs.items() if not name.endswith(".bias")}
+        mine = {name: weight.shape for name, weight in own.named_parameters()}
+        theirs = {
+            name: weight for name, weight in source.state_dict().items() if not name.endswith(".bias")
+        }  # not packed
         optional = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        if any(type(parameter.detach()) is not Tensor for parameter in source.parameters()):  # quantised
+        if any(type(weight) is not Tensor for weight in theirs.values()):  # quantised
             return False
-        if mine.keys() - theirs.keys() - optional or any(mine.get(name) != shape for name, shape in theirs.items()):
+        if mine.keys() - theirs.keys() - optional or any(mine.get(name) != w.shape for name, w in theirs.items()):
             return False
-        pairs += [(own, source, name) for name in theirs]
-    for own, source, name in pairs:
-        weight: Tensor = source.get_parameter(name)
+        found += [(own, source, name, weight) for name, weight in theirs.items()]
+    for own, source, name, weight in found:
         if weight.dim() == 1:
             weight = norm_scale(source.get_submodule(name.removesuffix(".weight")), len(weight))
         own.get_parameter(name).copy_(weight)

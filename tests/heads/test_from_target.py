@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from draftsmith.heads.from_target import (
 from draftsmith.heads.layers import DecoderLayer, LayerShape
 from draftsmith.heads.unroll import Blocks, Unroll
 from draftsmith.infer.layers import decoder_layers, final_scale
+from draftsmith.infer.packed import PackedLinear
 from draftsmith.infer.target import Target
 
 from ..infer import architectures
@@ -192,6 +194,16 @@ def test_more_layers_than_the_target_has_are_not_copied(build_target: Callable[.
     target = build_target()
     shape = own_shape(target, eps=1e-6)
     assert not start_as_last_layers([BlockLayer(shape, layer=i) for i in range(target.num_layers + 1)], target)
+
+
+def test_layers_of_a_packed_target_are_copied(tiny_target_dir: Path) -> None:
+    """As the command line loads it on a CPU: its matrices are held in the layout that they are multiplied in."""
+    target = Target.load(str(tiny_target_dir), dtype="auto")
+    layers = [BlockLayer(own_shape(target, eps=1e-6), layer=0)]
+    assert any(isinstance(module, PackedLinear) for module in target.model.modules())
+    assert start_as_last_layers(layers, target)
+    source = list(target.layers)[-1].state_dict()
+    assert torch.equal(layers[0].mlp.gate_proj.weight, source["mlp.gate_proj.weight"].float())
 
 
 class Quantised(torch.Tensor):
