@@ -42,10 +42,11 @@ def attend(
             "Use a target without them."
         )
     query = plan.spread(query.transpose(1, 2)).transpose(1, 2)
-    options = {"groups": query.shape[1] // key.shape[1], "window": sliding_window or 0, "dtype": query.dtype}
+    groups, window = query.shape[1] // key.shape[1], sliding_window or 0
+    masks = [plan.mask(number, groups=groups, window=window, dtype=query.dtype) for number in range(len(plan.pieces))]
     found = [
-        _attend(query[rows, :, nodes], key[rows], value[rows], plan.mask(number, **options), scaling, softcap)
-        for number, (rows, nodes) in enumerate(plan.pieces)
+        _attend(query[rows, :, nodes], key[rows], value[rows], mask, scaling, softcap)
+        for (rows, nodes), mask in zip(plan.pieces, masks)
     ]
     out = found[0]
     if len(found) > 1:
