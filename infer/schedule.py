@@ -9,7 +9,8 @@ forward. Verifying prefixes of lengths l_r is expected to emit
 Candidates (r, j) are admitted in descending order of a_{r,j}, of equal ones the shorter prefix first, so that what is
 admitted is a prefix of every chain. Three rules say how many:
 
-- `early_stop`: as long as every admission raises Theta. Stops at the first that does not.
+- `early_stop`: as long as every admission raises Theta. Stops at the first that does not. What prefixes of different lengths
+  cost in themselves no single admission is worth, so where they cost anything, the round before says whether to draft at all.
 - `best`: the unconstrained search itself, for drafts that are a function of the text alone, such as prompt lookup's.
 - `budget`: as many as would have been best the round before, by an unconstrained search, so that SPS may have steps; the
   present confidences say which. (The paper takes the confidences of two steps earlier, as its pipeline knows no later ones.)
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from .calibration import Calibration, check_chain
 from .cost import draft_seconds, token_seconds, uneven_seconds
@@ -47,13 +49,19 @@ HOST_SECONDS = 1e-3
 """What a step takes besides drafting and the target's forward."""
 
 
-def rates(survival: Tensor, seconds: Tensor) -> Tensor:
+def rates(survival: Tensor, seconds: Tensor, uneven: float = 0.0) -> Tensor:
     """Theta with the 0, 1, ..., C best candidates admitted, (C+1,) float64.
 
-    survival: (B, K) float64, a_{r,j}, non-increasing in j; seconds: (C+1,) float64, a step's that verifies B, B+1, ... tokens.
+    survival: (B, K) float64, a_{r,j}, non-increasing in j; seconds: (C+1,) float64, a step's that verifies B, B+1, ... tokens;
+    uneven: what it takes besides where the requests' prefixes differ in length.
     """
-    gains = survival.flatten().sort(descending=True).values
-    return (len(survival) + torch.cat([gains.new_zeros(1), gains.cumsum(0)])) / seconds
+    batch, depth = survival.shape
+    gains, order = survival.flatten().sort(descending=True, stable=True)
+    if uneven and batch > 1:
+        lengths = one_hot(order // depth, batch).cumsum(0)  # (C, B)
+        differ = lengths.amin(dim=1) != lengths.amax(dim=1)
+        seconds = seconds + uneven * torch.cat([differ.new_zeros(1), differ])
+    return (batch + torch.cat([gains.new_zeros(1), gains.cumsum(0)])) / seconds
 
 
 def early_stop(survival: Tensor, seconds: Tensor) -> Tensor:
@@ -63,10 +71,10 @@ def early_stop(survival: Tensor, seconds: Tensor) -> Tensor:
     return admit(survival, int(stops.int().argmax()))
 
 
-def best_budget(survival: Tensor, seconds: Tensor) -> int:
+def best_budget(survival: Tensor, seconds: Tensor, uneven: float = 0.0) -> int:
     """How many candidates the highest Theta admits; arguments as in `rates`. May steer a later round; this one only where the
     draft is a function of the text."""
-    return int(rates(survival, seconds).argmax())
+    return int(rates(survival, seconds, uneven).argmax())
 
 
 def admit(survival: Tensor, count: int) -> Tensor:
@@ -167,16 +175,21 @@ class Scheduled:
         confidence, valid = check_chain(tree).confidence, tree.valid[:, 1:]
         assert confidence is not None, "check_chain lets no tree pass without"
         survival = self.calibration.of(torch.where(valid, confidence[:, 1:], 0)).cpu()  # (B, K)
-        seconds = self._step_seconds(*survival.shape)
-        if self.rule == "budget":
-            before = state.survival[: len(anchors), : survival.shape[1]]
-            chosen = admit(survival, best_budget(before, seconds))
-        elif self.rule == "best":
-            chosen = admit(survival, best_budget(survival, seconds))
-        else:
-            chosen = early_stop(survival, seconds)
+        chosen = self._choose(survival, state.survival[: len(anchors), : survival.shape[1]])
         state.survival[: len(anchors), : survival.shape[1]] = survival
         return cut(tree, chosen.to(valid.device).minimum(valid.sum(dim=1)))
+
+    def _choose(self, survival: Tensor, before: Tensor) -> Tensor:
+        """Lengths (B,) int64; before: the survivals of the round before."""
+        seconds = self._step_seconds(*survival.shape)
+        if self.rule == "best":
+            return admit(survival, best_budget(survival, seconds, self.uneven))
+        past = best_budget(before, seconds, self.uneven)
+        if self.rule == "budget":
+            return admit(survival, past)
+        if self.uneven and len(survival) > 1 and not past:
+            return torch.zeros(len(survival), dtype=torch.int64)
+        return early_stop(survival, seconds)
 
     def _prior(self) -> Tensor:
         return torch.tensor(self.calibration.prior(LONGEST), dtype=torch.float64)
@@ -187,5 +200,4 @@ class Scheduled:
             counts = range(rows, rows * (depth + 1) + 1)
             table = [interpolate(self.seconds, count) for count in counts]
             self._tables[rows, depth] = torch.tensor(table, dtype=torch.float64)
-            self._tables[rows, depth][1:] += self.uneven if rows > 1 else 0.0
         return self._tables[rows, depth]
