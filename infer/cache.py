@@ -13,22 +13,27 @@ side by side without a cache row in sight: training and prefill), and `Decode` (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Piece = tuple[slice, slice]
-"""Rows and nodes."""
+Piece = tuple[slice, slice, slice]
+"""Rows, nodes, and the slots that any of them may see."""
+ALL = slice(None)
 
 
 class Plan(ABC):
     """Visibility of one forward. Masks are additive, built once per forward and reused by all layers."""
 
-    pieces: tuple[Piece, ...] = ((slice(None), slice(None)),)
+    pieces: tuple[Piece, ...] = ((ALL, ALL, ALL),)
     """What attends together, one call after the other; what is in none of them does not attend."""
+    reach: Tensor | None = None
+    """(B,) int64: the slots that a row may see begin with 0 and end here. None: they may be any, or looking costs more."""
 
     def __init__(self) -> None:
+        self._seen: dict[int, Tensor] = {}
         self._masks: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
     @abstractmethod
@@ -39,8 +44,9 @@ class Plan(ABC):
         """(B or 1, 1, groups*N, S) additive mask of a piece, query heads folded into the length axis."""
         key = (piece, groups, window, dtype)
         if key not in self._masks:
-            rows, nodes = self.pieces[piece]
-            seen = self.visible(window)[rows, nodes]
+            if window not in self._seen:
+                self._seen[window] = self.visible(window)
+            seen = self._seen[window][self.pieces[piece]]
             bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             self._masks[key] = bias.repeat(1, groups, 1)[:, None]
         return self._masks[key]
@@ -64,6 +70,8 @@ class Packed(Plan):
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
         super().__init__()
         self.segments, self.positions = segments, positions
+        if segments.device.type == "cpu":  # elsewhere another call costs more than what nobody sees
+            self.pieces = _documents(segments)
 
     def visible(self, window: int) -> Tensor:
         distance = self.positions[:, :, None] - self.positions[:, None, :]
@@ -90,11 +98,18 @@ class Decode(Plan):
         super().__init__()
         self.lengths, self.depths, self.ancestors, self.span = lengths, depths, ancestors, span
         self._kept: Tensor | None = None  # (R,)
+        is_cpu = lengths.device.type == "cpu"  # elsewhere another call costs more than the filling
+        if is_cpu and len(lengths) > 1:
+            self.bound()
         if read is not None:
             read = read[:, -ancestors.shape[1] :]
             self._kept = read.flatten().nonzero()[:, 0]
-            if read.device.type == "cpu":  # elsewhere another call costs more than the filling
+            if is_cpu:
                 self.pieces = _pieces(read)
+
+    def bound(self) -> None:
+        """Let rows read no further than their own nodes: with more than one row, or where `span` may be more than any needs."""
+        self.reach = self.lengths + self.depths.shape[1]
 
     def pack(self, x: Tensor) -> Tensor:
         return x if self._kept is None else x.flatten(0, 1)[self._kept][None]
@@ -122,15 +137,31 @@ class Decode(Plan):
         return seen.scatter_(2, where, tree)
 
 
+def _documents(segments: Tensor) -> tuple[Piece, ...]:
+    """Of documents side by side (B, T): one by one; or everything together, where that has not twice as many scores."""
+    batch, count = segments.shape
+    apart = list[Piece]()
+    for row, numbers in enumerate(segments.tolist()):
+        start = 0
+        for number, tokens in groupby(numbers):
+            end = start + len(list(tokens))
+            if number:
+                apart.append((slice(row, row + 1), slice(start, end), slice(start, end)))
+            start = end
+    if 2 * sum((nodes.stop - nodes.start) ** 2 for _, nodes, _ in apart) > batch * count**2:
+        return Plan.pieces
+    return tuple(apart)
+
+
 def _pieces(read: Tensor) -> tuple[Piece, ...]:
     """Of nodes that are `read` (B, N) bool: the first of all rows together, then row by row what a few of them read besides;
     or everything together, where that has not twice as many nodes."""
     batch, count = read.shape
     reach: list[int] = (read * torch.arange(1, count + 1)).amax(dim=1).tolist()
-    apart = [(slice(row, row + 1), slice(1, end)) for row, end in enumerate(reach) if end > 1]
-    if 2 * (batch + sum(nodes.stop - 1 for _, nodes in apart)) > batch * count:
+    apart = [(slice(row, row + 1), slice(1, end), ALL) for row, end in enumerate(reach) if end > 1]
+    if 2 * (batch + sum(nodes.stop - 1 for _, nodes, _ in apart)) > batch * count:
         return Plan.pieces
-    return (slice(None), slice(1)), *apart
+    return (ALL, slice(1), ALL), *apart
 
 
 class KVCache:

@@ -36,7 +36,7 @@ class _Matrix:
 _MATRICES: WeakValueDictionary[int, _Matrix] = WeakValueDictionary()
 """By number, as long as a program calls them."""
 _NUMBERS = itertools.count()
-_OPS = torch.library.Library("draftsmith", "DEF")
+_OPS = torch.library.Library("draftsmith", "FRAGMENT")
 _OPS.define("packed_linear(Tensor inputs, int matrix, int width) -> Tensor")
 
 

@@ -195,6 +195,11 @@ class Engine:
         if not self._queue or free < min(max(1, self.max_rows // 8), len(self._queue)):
             return []
         progress: list[Progress] = []
+        joining = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
+        joining.sort(
+            key=lambda row: -len(row.text)
+        )  # rows side by side attend together, to as many slots as the longest has
+        self._queue.extendleft(reversed(joining))
         while self._queue and len(self._rows) < self.max_rows:
             group = [self._queue.popleft()]
             total = len(group[0].text)

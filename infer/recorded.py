@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .cache import KVCache
+from .cache import Decode, KVCache
 from .tapes import Recorder, Tapes, Tensors
 from .target import Reading, Target
 from .tree import TokenTree
@@ -133,6 +133,12 @@ class RecordedTarget(Target):
             if found := self.tapes.play(cache, (rows, nodes, span, taps), what, forward, *inputs):
                 return Reading(found[0], found[1] if taps else None)
         return super().verify(tree, lengths, cache, longest=longest, first_row=first_row, skip=skip, taps=taps)
+
+    def _aim(self, tree: TokenTree, lengths: Tensor, cache: KVCache, **given: int) -> Decode:
+        plan = super()._aim(tree, lengths, cache, **given)
+        if self.device.type == "cpu":
+            plan.bound()  # the span of a recording is what rows may grow to
+        return plan
 
 
 def recorded_like(model: Target, target: Target) -> Target:

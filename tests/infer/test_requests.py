@@ -107,6 +107,16 @@ def test_cancelled_requests_come_out_with_what_they_wrote_and_others_do_not_noti
             assert outputs[str(index)].tokens == tokens[: len(outputs[str(index)].tokens)]
 
 
+def test_the_longest_prompts_of_those_that_join_come_first(target: Target, prompts: list[list[int]]) -> None:
+    """Rows side by side attend together. Who waits for a row still waits in the order of asking."""
+    engine = Engine(target, rows=3)
+    for number, length in enumerate((2, 6, 4, 9)):
+        engine.add(Request(str(number), (prompts[0] * 9)[:length], 40))
+    engine.step()
+    assert [row.request.id for row in engine._rows] == ["1", "2", "0"]
+    assert [row.request.id for row in engine._queue] == ["3"]
+
+
 def test_cancelling_what_is_finished_or_unknown_changes_nothing(target: Target, prompts: list[list[int]]) -> None:
     engine = Engine(target, rows=2)
     engine.add(Request("a", prompts[0], 3))

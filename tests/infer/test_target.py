@@ -10,7 +10,8 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from draftsmith.infer.cache import Decode, KVCache
+from draftsmith.infer.attention import _together
+from draftsmith.infer.cache import Decode, KVCache, Packed
 from draftsmith.infer.decode import Engine, Request
 from draftsmith.infer.drafter import NoDraft
 from draftsmith.infer.sampling import Sampling
@@ -89,6 +90,56 @@ def test_nodes_that_are_not_read_cost_nothing_and_change_nothing(
     assert everything.features is not None
     assert some.features is not None
     torch.testing.assert_close(some.features[read], everything.features[read], atol=2e-4, rtol=1e-4)
+
+
+def test_a_root_that_is_read_alone() -> None:
+    """Everything that a drafter proposed was left out, but the tree still has its nodes."""
+    target = Target(build("llama"), None)
+    tree = TokenTree.chain(torch.tensor([7, 8]), torch.tensor([random_ids(5, seed=seed) for seed in (1, 2)]))
+    read = (torch.arange(6) == 0).expand(2, -1)
+    states = []
+    for part in (replace(tree, valid=read, read=read), TokenTree.root(tree.tokens[:, 0])):
+        cache = KVCache(rows=2, capacity=64)
+        target.prefill([torch.tensor(random_ids(9, seed=3))] * 2, cache, first_row=0)
+        states.append(target.verify(part, torch.tensor([9, 9]), cache, longest=9).hidden[:, 0])
+    torch.testing.assert_close(*states)
+
+
+def test_short_rows_are_not_read_as_far_as_long_ones() -> None:
+    """The first eight rows end long before the last does: what lies in their slots behind counts for nothing, not even
+    if it is no number."""
+    target, lengths = Target(build("llama"), None), torch.tensor([3, 9] * 4 + [40, 20])
+    prompts = [torch.tensor(random_ids(count, seed=count)) for count in lengths.tolist()]
+    tree = TokenTree.chain(torch.full((10,), 7), torch.full((10, 2), 8))
+    plan = Decode(lengths, tree.depths, tree.ancestors, span=64)
+    assert plan.reach is not None
+    assert _together(plan.reach.tolist()) == [(slice(0, 8), 12), (slice(8, 10), 43)]
+    found = []
+    for junk in (0.0, torch.nan):
+        cache = KVCache(rows=10, capacity=64)
+        target.prefill(prompts, cache, first_row=0)
+        for buffer in (*cache.keys, *cache.values):
+            buffer.view(buffer.shape[0], 10, 64, -1)[:, :8, 12:] = junk
+        found.append(target.verify(tree, lengths, cache, longest=40).hidden)
+    assert found[1].isfinite().all()
+    assert torch.equal(*found)
+    alone = target.verify(
+        replace(tree, tokens=tree.tokens[:1], parents=tree.parents[:1], valid=tree.valid[:1]),
+        lengths[:1],
+        cache,
+        longest=3,
+    )
+    torch.testing.assert_close(alone.hidden, found[0][:1], atol=2e-4, rtol=1e-4)
+
+
+def test_documents_side_by_side_attend_one_by_one_where_they_are_short() -> None:
+    segments = torch.tensor([[1] * 5 + [2] * 3 + [0] * 2, [3] * 4 + [4] * 6])
+    positions = torch.tensor([[*range(5), *range(3), 0, 0], [*range(4), *range(6)]])
+    nodes = [(0, 0, 5), (0, 5, 8), (1, 0, 4), (1, 4, 10)]
+    assert Packed(segments, positions).pieces == tuple(
+        (slice(row, row + 1), slice(start, end), slice(start, end)) for row, start, end in nodes
+    )
+    assert len(Packed(segments[1:], positions[1:]).pieces) == 1, "16 + 36 of 100 scores are not worth two calls"
 
 
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
