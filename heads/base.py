@@ -200,7 +200,7 @@ class TrainedDrafter(nn.Module, ABC):
     @cached_property
     def tapes(self) -> Tapes | None:
         """What is recorded of its drafting, where the target's forwards are recorded."""
-        return tapes_like(self.target, name=self.config.method)
+        return tapes_like(self.target, self, name=self.config.method)
 
     @property
     def token_matrices(self) -> list[Tensor]:

@@ -55,7 +55,7 @@ class Mtp:
         """Raises ValueError if the target has no such layer, or one that attends within a window."""
         self.target, self.model = target, load_own_layers(target)
         self.topology = Topology.chain(3) if topology is None else topology
-        self.tapes = tapes_like(target, name=f"the extra layer of {target.name}")
+        self.tapes = tapes_like(target, self.model, name=f"the extra layer of {target.name}")
 
     @property
     def depth(self) -> int:

@@ -33,6 +33,7 @@ class OwnCache:
         self.tapes = tapes
         self.lengths = [1] * rows  # on the host; drafting starts behind at least one token
         self._span = 0  # slots that are read while a function is recorded
+        self._widest = 0  # columns of an observation so far
 
     def move(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
@@ -52,11 +53,23 @@ class OwnCache:
 
     def take(self, seen: Observation, function: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
         """Note how many tokens the rows have now and make room for them; then as `run`, but prompts, which come in all
-        lengths, are not recorded."""
+        lengths, are not recorded.
+
+        Inputs of more than one dimension have a column per token; where they are recorded they are padded to the widest of
+        their kind, since a recording has one width.
+        """
         width = seen.tokens.shape[1]
         self.lengths[seen.rows] = seen.ends or (seen.start + seen.count).tolist()
-        self.kv.reserve(max(self.lengths[seen.rows]) + width)
-        return function(*inputs) if seen.is_prompt else self.run("observations", None, width, function, *inputs)
+        needed = max(self.lengths[seen.rows]) + width
+        if self.tapes is None:
+            self.kv.reserve(needed)
+            return function(*inputs)
+        self.kv.reserve(self.tapes.recorder.span(needed))  # growing twice would lose what was recorded twice
+        if seen.is_prompt:
+            return function(*inputs)
+        self._widest = max(self._widest, width)
+        padded = (_widened(each, self._widest) if each.ndim > 1 else each for each in inputs)
+        return self.run("observations", None, self._widest, function, *padded)
 
     def run(
         self, what: str, kind: Hashable, room: int | None, function: Callable[..., Tensors], *inputs: Tensor
@@ -106,6 +119,12 @@ class OwnCache:
         self.kv.reserve(span)
         slots = lengths[:, None] + torch.arange(total - count, total, device=lengths.device)
         return Recall(owner, self.kv, 0, slots, _Seen(lengths[:, None].expand(-1, count), span, ancestors))
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    """(B, A, ...) -> (B, width, ...), zeros behind."""
+    missing = width - values.shape[1]
+    return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1) if missing else values
 
 
 class Recall:

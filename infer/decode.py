@@ -22,6 +22,7 @@ from .request import Finish, Output, Progress, Request
 from .row import Row
 from .sampling import Sampling
 from .shortage import memory_fault
+from .tapes import give_up_idle
 from .target import Reading, Target
 from .tree import TokenTree
 from .verify import Settled, Verdict, Verifier, sample_match, score
@@ -143,13 +144,16 @@ class Engine:
             index = torch.arange(path.shape[1], device=path.device)
             start = torch.arange(len(path), device=path.device) * self.cache.capacity + self._lengths
             self.cache.commit((start[:, None] + path).flatten(), (start[:, None] + index).flatten())
-        for row, count in zip(self._rows, settled.counts):
-            row.length += count
-        self._observe(tree, reading, logits, verdict, path)
+        ends = [row.length + count for row, count in zip(self._rows, settled.counts)]
+        self._observe(tree, reading, logits, verdict, path, ends)
+        for row, end in zip(self._rows, ends):
+            row.length = end
         self._lengths = self._lengths + verdict.count
         self._anchors = verdict.bonus
 
-    def _observe(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, path: Tensor) -> None:
+    def _observe(
+        self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, path: Tensor, ends: list[int]
+    ) -> None:
         rows = torch.arange(len(path), device=path.device)[:, None]
         features = None if reading.features is None else reading.features[rows, path]
         seen = Observation(
@@ -161,7 +165,7 @@ class Engine:
             features=features,
             anchor=verdict.bonus,
             logits=logits,
-            ends=[row.length for row in self._rows],
+            ends=ends,
         )
         with self.clock.time("draft"):
             self.drafter.observe(self.state, seen)
@@ -282,6 +286,8 @@ class Engine:
             self._queue.remove(row)
             self._end(row, "error", row.out_of_memory(fault, rows=rows))
         self.target.give_up(self.cache)
+        del self.cache, self.state  # the drafter's buffers are idle now
+        give_up_idle()
         self._begin_empty()
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -74,8 +74,9 @@ class DynamicGrowth:
         """
         batch, _, ranks = tokens.shape
         offset = sum(level.shape[1] for level, _, _ in self._pool)
-        # Rounding can lift a log-probability above 0, which would rank a child before its parent.
+        # Rounding can lift a log-probability above 0, which would rank a child before its parent; what is no number has no rank.
         scores = (self._scores[:, :, None] + log_probs.float().clamp(max=0)).flatten(1)  # (B, n*R)
+        scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         self._pool.append((tokens.flatten(1), scores, self._index.repeat_interleave(ranks, dim=1)))
         self.depth += 1
         if self.depth == self.shape.depth:

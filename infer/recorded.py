@@ -18,7 +18,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .cache import Decode, KVCache
 from .tapes import Recorder, Tapes, Tensors
@@ -47,8 +49,9 @@ class CudaGraphs:
         now = torch.cuda.current_stream()
         aside = self._stream = self._stream or torch.cuda.Stream()
         aside.wait_stream(now)
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(aside), Outside() as outside:
             function()  # libraries allocate what they need at their first call, which no recording may hold
+        with torch.cuda.stream(aside):
             refuse_to_wait(function)
         now.wait_stream(aside)
         if not self._alive:  # a pool ends with its last graph
@@ -61,11 +64,36 @@ class CudaGraphs:
             torch.cuda.set_stream(now)  # a capture that fails leaves its own
         self._alive.add(graph)
 
+        kept = outside.tensors
+
         def play() -> Tensors:
+            assert kept  # a graph knows addresses, and holds nothing of what lies there
             graph.replay()
             return tuple(each.clone() for each in found)
 
         return play
+
+
+class Outside(TorchDispatchMode):
+    """Collects the tensors that are read or written by what runs inside, but were not made there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()
+        self._found: dict[int, Tensor] = {}
+
+    @property
+    def tensors(self) -> Tensors:
+        return tuple(self._found.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and id(each) not in self._made:
+                self._found[id(each)] = each
+        result = func(*args, **(kwargs or {}))
+        # What is found is held, so that nothing made later can be taken for it.
+        self._made.update(id(each) for each in tree_leaves(result) if id(each) not in self._found)
+        return result
 
 
 def refuse_to_wait(function: Callable[[], Tensors]) -> None:
@@ -97,7 +125,7 @@ class RecordedTarget(Target):
             )
         super().__init__(target.model, target._tokenizer, name=target.name, quantization=target.quantization)
         self.recorder, self.say = recorder, say
-        self.tapes = Tapes(recorder, name=target.name, device=target.device, say=say)
+        self.tapes = Tapes(recorder, target.model, name=target.name, device=target.device, say=say)
 
     def new_cache(self, *, rows: int, capacity: int) -> KVCache:
         return self.tapes.new_cache(rows=rows, capacity=capacity)
@@ -146,8 +174,8 @@ def recorded_like(model: Target, target: Target) -> Target:
     return RecordedTarget(model, target.recorder, say=target.say) if isinstance(target, RecordedTarget) else model
 
 
-def tapes_like(target: Target, *, name: str) -> Tapes | None:
-    """Tapes for what is computed beside the target, by the same recorder; None if its forwards are not recorded."""
+def tapes_like(target: Target, model: nn.Module, *, name: str) -> Tapes | None:
+    """Tapes for what `model` computes beside the target, by the same recorder; None if its forwards are not recorded."""
     if not isinstance(target, RecordedTarget):
         return None
-    return Tapes(target.recorder, name=name, device=target.device, say=target.say)
+    return Tapes(target.recorder, model, name=name, device=target.device, say=target.say)

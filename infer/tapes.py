@@ -5,6 +5,8 @@ played back alone: as a CUDA graph (recorded.py), or compiled (compiled.py). Wha
 copied into tensors that stay; keys and values stay where their cache has them. So recordings belong to the buffers of a
 cache, and a cache that is not used any more hands both to the next one of as many rows.
 
+Weights may change in place. A model whose weights were replaced, or have another precision, is recorded anew.
+
 A shape is recorded when it has been seen a few times in one cache. What cannot be recorded, because what it launches depends
 on what it computes (some mixtures of experts) or waits for the device, runs as ever, and the reason is told. Of one
 recorder, one computation at a time: threads would read each other's results.
@@ -18,10 +20,10 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .cache import KVCache
 from .clock import set_aside
@@ -30,6 +32,8 @@ IDLE = 2
 """Unused sets of buffers that are kept for each number of rows."""
 
 Tensors = tuple[Tensor, ...]
+Weights = tuple[tuple[int, torch.dtype, torch.device, int], ...]
+"""Which tensors they are, and where."""
 
 
 class Recorder(Protocol):
@@ -74,6 +78,7 @@ class _Tape:
     """The first of the buffers that the recordings know; another one has taken its place once they have grown."""
     recordings: dict[Hashable, _Recording] = field(default_factory=dict)
     seen: Counter[Hashable] = field(default_factory=Counter)
+    weights: Weights = ()
     is_given_up: bool = False
     """Its buffers are not to be used again."""
 
@@ -100,6 +105,9 @@ class _Tape:
             self.seen.clear()
 
 
+_TAPES: WeakSet[Tapes] = WeakSet()
+
+
 class Tapes:
     """All that is recorded of one model.
 
@@ -107,32 +115,41 @@ class Tapes:
     """
 
     def __init__(
-        self, recorder: Recorder, *, name: str, device: torch.device, say: Callable[[str], None] | None
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        *,
+        name: str,
+        device: torch.device,
+        say: Callable[[str], None] | None,
     ) -> None:
         self.recorder, self.name, self.device, self.say = recorder, name, device, say
+        self._model = ref(model)  # which may own this
         self.fault: str | None = None
         """Why nothing is recorded any more."""
         self._used: WeakKeyDictionary[KVCache, _Tape] = WeakKeyDictionary()
         self._idle: dict[int, list[_Tape]] = {}  # by rows
+        _TAPES.add(self)
 
     def __contains__(self, cache: KVCache) -> bool:
         return cache in self._used
 
     def new_cache(self, *, rows: int, capacity: int) -> KVCache:
-        idle = self._idle.setdefault(rows, [])
-        try:
-            tape = idle.pop()
-        except IndexError:
-            tape = _Tape(rows)
+        idle, weights = self._idle.setdefault(rows, []), self._weights()
+        idle[:] = [tape for tape in idle if tape.weights == weights]
+        tape = idle.pop() if idle else _Tape(rows, weights=weights)
         cache = tape.new_cache(capacity)
         self._used[cache] = tape
         finalize(cache, _lay_down, tape, idle)
         return cache
 
     def give_up(self, cache: KVCache) -> None:
-        """Neither this cache's buffers nor those of unused ones are kept."""
+        """This cache's buffers are not kept."""
         if tape := self._used.get(cache):
             tape.is_given_up = True
+
+    def give_up_idle(self) -> None:
+        """Nor are those of unused ones."""
         for idle in self._idle.values():
             idle.clear()
 
@@ -165,6 +182,14 @@ class Tapes:
         tape.forget_the_outgrown()
         return len(tape.recordings)
 
+    def _weights(self) -> Weights:
+        """Equal as long as recordings read the same memory as the model."""
+        model = self._model()
+        assert model is not None, f"{self.name} is gone"
+        return tuple(
+            (id(each), each.dtype, each.device, _address(each)) for each in (*model.parameters(), *model.buffers())
+        )
+
     def _record(self, function: Callable[..., Tensors], inputs: Tensors) -> _Recording:
         with torch.inference_mode(False):  # the places are written to inside of it and outside
             places = tuple(torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs)
@@ -172,6 +197,17 @@ class Tapes:
             place.copy_(given)  # recording may run the function, which then is this time's
         with set_aside(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             return _Recording(places, self.recorder(lambda: function(*places)))
+
+
+def give_up_idle() -> None:
+    """Keep no buffers that are not in use, of whatever model: memory has run out."""
+    for tapes in _TAPES:
+        tapes.give_up_idle()
+
+
+def _address(weight: Tensor) -> int:
+    """0 for tensors without storage of their own, which nobody changes."""
+    return weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
 
 
 def _lay_down(tape: _Tape, idle: list[_Tape]) -> None:

@@ -147,3 +147,17 @@ def test_static_growth_fills_like_the_topology_where_candidates_ignore_the_path(
 def test_impossible_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         DynamicShape(nodes=4, width=0, depth=2)
+
+
+def test_what_is_no_number_is_worth_nothing() -> None:
+    """A head that overflowed: its row drafts something, and the other rows do not notice."""
+
+    def broken(path: Path) -> Tensor:
+        return torch.full((VOCAB,), torch.nan) if path else random_table(1)(path)
+
+    shape = DynamicShape(nodes=6, width=2, depth=3)
+    anchors = torch.tensor([1, 1])
+    alone = grow(DynamicGrowth(shape, anchors[:1]), [random_table(0)])
+    together = grow(DynamicGrowth(shape, anchors), [random_table(0), broken])
+    assert torch.equal(together.tokens[:1], alone.tokens)
+    assert torch.equal(together.parents[:1], alone.parents)

@@ -126,6 +126,7 @@ def test_what_uneven_rows_cost_is_measured(tiny_target: Target, monkeypatch: pyt
 
     monkeypatch.setattr(Target, "verify", slow)
     assert 0.015 < uneven_seconds(tiny_target, rows=4, context=8, repeats=5) < 0.2
+    assert 0.015 < uneven_seconds(tiny_target, rows=7, context=8, repeats=5) < 0.2
     assert uneven_seconds(tiny_target, rows=3) == 0, "a quarter of three rows is none"
 
 
