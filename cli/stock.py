@@ -60,7 +60,11 @@ def stock_texts(
     pad = eos_ids[0] if eos_ids else 0
     tokens = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    options: dict[str, Any] = {"eos_token_id": list(eos_ids) or [-1], "pad_token_id": pad}
+    options: dict[str, Any] = {"pad_token_id": pad}
+    if eos_ids:
+        options["eos_token_id"] = list(eos_ids)
+    else:
+        model.generation_config.eos_token_id = None  # what the call names takes the place of this, and cannot be "none"
     if assistant is not None:
         options["assistant_model"] = assistant
     if lookup:
