@@ -96,6 +96,10 @@ class Medusa(TrainedDrafter):
         return ()
 
     @property
+    def reads_states(self) -> bool:
+        return False
+
+    @property
     def num_steps(self) -> int:
         return self.config.num_heads
 

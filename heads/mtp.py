@@ -50,6 +50,7 @@ class Mtp:
     """Drafts a fixed tree with the target's own extra layer, a chain of three tokens if no other is given."""
 
     taps: tuple[int, ...] = ()
+    reads_states = True
 
     def __init__(self, target: Target, *, topology: Topology | None = None) -> None:
         """Raises ValueError if the target has no such layer, or one that attends within a window."""

@@ -18,6 +18,7 @@ from .clock import Clock
 from .drafter import Drafter, NoDraft, Observation
 from .penalties import penalise
 from .prefill import observations
+from .prefixes import Prefixes, read_on
 from .request import Finish, Output, Progress, Request
 from .row import Row
 from .sampling import Sampling
@@ -62,6 +63,7 @@ class Engine:
         self.cache = self.target.new_cache(rows=self.max_rows, capacity=256)
         self.state = self.drafter.start(rows=self.max_rows, capacity=256)
         self._rows: list[Row] = []
+        self._prefixes = Prefixes(shares=not (self.drafter.reads_states or self.target.is_encoder_decoder))
         self._anchors = torch.zeros(0, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._set_sampling()
@@ -200,18 +202,11 @@ class Engine:
             return []
         progress: list[Progress] = []
         joining = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
-        joining.sort(
-            key=lambda row: -len(row.text)
-        )  # rows side by side attend together, to as many slots as the longest has
+        joining.sort(key=lambda row: -len(row.text))  # rows side by side attend together, as far as the longest reaches
         self._queue.extendleft(reversed(joining))
         while self._queue and len(self._rows) < self.max_rows:
-            group = [self._queue.popleft()]
-            total = len(group[0].text)
-            while self._queue and len(self._rows) + len(group) < self.max_rows and not self._joins_alone:
-                total += len(self._queue[0].text)
-                if total > PREFILL_TOKENS:
-                    break
-                group.append(self._queue.popleft())
+            room = 1 if self._joins_alone else self.max_rows - len(self._rows)
+            group = self._prefixes.gather(self._queue, self._rows, room=room, budget=PREFILL_TOKENS)
             try:
                 progress += self._join(group)
                 continue
@@ -228,9 +223,12 @@ class Engine:
             device, first_row = self.target.device, len(self._rows)
             texts = [row.text for row in group]
             prompts = [torch.tensor(text, dtype=torch.int64) for text in texts]
-            reading = self.target.read_prompts(
-                prompts, self.cache, first_row=first_row, budget=PREFILL_TOKENS, taps=self.drafter.taps
-            )
+            place = {"first_row": first_row, "budget": PREFILL_TOKENS}
+            held = self._prefixes.take(texts, self._rows, self.cache)
+            if any(held):
+                reading = read_on(self.target, texts, held, self.cache, **place)
+            else:
+                reading = self.target.read_prompts(prompts, self.cache, **place, taps=self.drafter.taps)
             lengths = torch.tensor([len(text) for text in texts], device=device)
             roots = TokenTree.root(torch.tensor([text[-1] for text in texts], device=device))
             sampling = Sampling([row.request.sampling for row in group], device)
@@ -260,6 +258,7 @@ class Engine:
     def _leave(self, index: int) -> None:
         """Drop a finished row; the last row takes its place, so active rows stay contiguous."""
         last = len(self._rows) - 1
+        self._prefixes.leave(last, self._rows[last])
         stay = list(range(last))
         if index != last:
             self.cache.move(last, index, length=self._rows[last].length)

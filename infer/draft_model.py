@@ -95,6 +95,7 @@ class DraftReader:
     """
 
     taps: tuple[int, ...] = ()
+    reads_states = False
 
     def __init__(self, model: Target, target: Target, *, depth: int) -> None:
         check_vocabulary(model, target)

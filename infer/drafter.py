@@ -79,6 +79,12 @@ class Drafter(Protocol):
         ...
 
     @property
+    def reads_states(self) -> bool:
+        """Whether it looks at what the target computed at every token of a prompt: features, or hidden states before the
+        newest token's. Where it does not, tokens that other rows have read are not read again, and their states are zeros."""
+        ...
+
+    @property
     def depth(self) -> int:
         """Tokens of the longest chain that it drafts."""
         ...
@@ -109,6 +115,7 @@ class NoDraft:
     """Proposes nothing, which makes every round a step of plain decoding."""
 
     taps: tuple[int, ...] = ()
+    reads_states = False
     depth = 0
 
     def start(self, *, rows: int, capacity: int) -> None:

@@ -152,9 +152,8 @@ class Pausing:
 
     def __init__(self, drafter: TrainedDrafter, *, until: int) -> None:
         self.drafter, self.until, self.proposed = drafter, until, dict[int, list[int]]()
-        self.taps, self.depth, self.start, self.move, self.observe = (
-            drafter.taps, drafter.depth, drafter.start, drafter.move, drafter.observe
-        )  # fmt: skip
+        self.taps, self.depth, self.reads_states = drafter.taps, drafter.depth, drafter.reads_states
+        self.start, self.move, self.observe = drafter.start, drafter.move, drafter.observe
 
     def draft(self, state: Any, anchors: torch.Tensor, lengths: torch.Tensor, sampling: Sampling) -> TokenTree:
         if int(lengths.max()) < self.until:

@@ -1,0 +1,132 @@
+"""Beginnings that prompts have in common are read once: a row takes the keys and values of another row over.
+
+Chat templates, instructions, examples, the turns before this one, and several answers to one prompt begin alike, and a
+token's keys and values depend on nothing but what stands before it. What a row holds is known as long as nobody else has
+joined in its place, so a request may take over from one that has left, in the same row even without a copy.
+
+Letters: R prompts, T their tokens in all, N the most that one of them has to read, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .row import Row
+from .target import Reading, Target
+from .tree import TokenTree
+
+SHORTEST = 16
+"""Tokens in common that are worth a copy and the wait for a row that is to be read first."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The first `length` tokens of a text are those of row `row`."""
+
+    row: int
+    length: int
+
+
+NOTHING = Share(0, 0)
+
+
+class Prefixes:
+    """What the rows of a cache begin with."""
+
+    def __init__(self, *, shares: bool) -> None:
+        """shares: False where every row has to be read whole, so that there is nothing to gain."""
+        self.shares = shares
+        self._left: dict[int, list[int]] = {}  # of rows that nobody has now
+        self.reused = 0
+        """Tokens that were not read again."""
+
+    def leave(self, index: int, row: Row) -> None:
+        """What was read of it stays in its place until somebody joins there."""
+        self._left[index] = row.text[: row.length]
+
+    def gather(self, queue: deque[Row], active: Sequence[Row], *, room: int, budget: int) -> list[Row]:
+        """Take those off the queue who join next, together: at most `room`, with `budget` tokens to read or alone. Who has much
+        in common with one of them waits until that one is read."""
+        known = self._known(active)
+        group, total = list[Row](), 0
+        while queue and len(group) < room:
+            text = queue[0].text
+            held = _longest(text, known).length
+            among = _longest(text, {number: row.text for number, row in enumerate(group)}).length if self.shares else 0
+            total += len(text) - held
+            if group and (total > budget or among > held):
+                break
+            group.append(queue.popleft())
+        return group
+
+    def take(self, texts: Sequence[list[int]], active: Sequence[Row], cache: KVCache) -> list[int]:
+        """Let texts that join behind the active rows have what other rows hold of them; how many tokens that is of each."""
+        joining = dict(enumerate(texts, start=len(active)))
+        known, found = self._known(active), list[int]()
+        best = {row: _longest(text, known) for row, text in joining.items()}
+        lost = {row for row, share in best.items() if share.length and share.row != row}  # to others: it is copied into
+        cache.reserve(max(map(len, texts)) + 1)
+        for row, text in joining.items():
+            share = _longest(text, {other: text for other, text in known.items() if other == row or other not in lost})
+            if share.length and share.row != row:
+                cache.move(share.row, row, length=share.length)
+            found.append(share.length)
+            self._left.pop(row, None)
+        self.reused += sum(found)
+        return found
+
+    def _known(self, active: Sequence[Row]) -> dict[int, list[int]]:
+        if not self.shares:
+            return {}
+        return self._left | {index: row.text[: row.length] for index, row in enumerate(active)}
+
+
+def read_on(
+    target: Target, texts: Sequence[list[int]], held: Sequence[int], cache: KVCache, *, first_row: int, budget: int
+) -> Reading:
+    """Read what is left of texts of whose rows the first `held` tokens are known; one alone that has more than `budget` left is
+    read in chunks. Hidden (1, T, D), zeros where tokens were not read."""
+    rest = [torch.tensor(text[count:]) for text, count in zip(texts, held)]
+    size = budget if len(texts) == 1 else max(map(len, rest))
+    hidden = torch.zeros(sum(map(len, texts)), target.hidden_size, dtype=target.dtype, device=target.device)
+    for start in range(0, max(map(len, rest)), size):
+        parts = [tokens[start : start + size] for tokens in rest]
+        states = _read_parts(target, parts, [count + start for count in held], cache, first_row=first_row)
+        end = 0
+        for text, count, part, state in zip(texts, held, parts, states):
+            hidden[end + count + start : end + count + start + len(part)] = state[: len(part)]
+            end += len(text)
+    return Reading(hidden[None], None)
+
+
+def _read_parts(target: Target, parts: Sequence[Tensor], held: list[int], cache: KVCache, *, first_row: int) -> Tensor:
+    """(R, N, D)."""
+    tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(target.device)
+    counts = torch.tensor([len(part) for part in parts], device=target.device)
+    tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
+    if len(set(map(len, parts))) > 1:
+        read = torch.arange(tree.num_nodes, device=target.device) < counts[:, None]
+        tree = replace(tree, valid=read, read=read)
+    lengths = torch.tensor(held, device=target.device)
+    # As it is for every target: recordings are for the shapes of rounds.
+    return Target.verify(target, tree, lengths, cache, longest=max(held), first_row=first_row).hidden
+
+
+def _longest(text: list[int], known: Mapping[int, list[int]]) -> Share:
+    """The row with which a text has most in common, but not all: its last token has to be read."""
+    best, most = NOTHING, len(text) - 1
+    for row, tokens in known.items():
+        length = best.length
+        if tokens[: length + 1] != text[: length + 1]:
+            continue
+        while length < most and length < len(tokens) and tokens[length] == text[length]:
+            length += 1
+        if length > best.length:
+            best = Share(row, length)
+    return best if best.length >= SHORTEST else NOTHING
