@@ -83,6 +83,7 @@ def our_texts(engine: Engine, prompts: Sequence[Sequence[int]], *, max_new_token
     from ..infer.clock import now
     from ..infer.request import Request
 
+    engine.forget()
     began = now()
     for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
         engine.add(Request(str(index), list(prompts[index]), max_new_tokens))

@@ -97,6 +97,10 @@ class Engine:
                 return True
         return False
 
+    def forget(self) -> None:
+        """Use nothing that finished requests have left in the cache: for measurements that depend on nothing before them."""
+        self._prefixes.forget()
+
     def run(self) -> Iterator[Output]:
         """Decode until nothing is left, yielding each output when it is finished; `add` may be called meanwhile."""
         for progress in self.stream():

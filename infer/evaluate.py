@@ -203,6 +203,7 @@ def _warm_up(plain: Engine, drafted: Engine, prompt: EvalPrompt) -> None:
 
 def _decode(engine: Engine, requests: list[Request], totals: _Side) -> list[Output]:
     before, steps = dict(engine.clock.seconds), engine.steps
+    engine.forget()
     began = now()
     for request in requests:
         engine.add(request)

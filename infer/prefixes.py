@@ -50,6 +50,10 @@ class Prefixes:
         """What was read of it stays in its place until somebody joins there."""
         self._left[index] = row.text[: row.length]
 
+    def forget(self) -> None:
+        """What was left is nobody's."""
+        self._left.clear()
+
     def gather(self, queue: deque[Row], active: Sequence[Row], *, room: int, budget: int) -> list[Row]:
         """Take those off the queue who join next, together: at most `room`, with `budget` tokens to read or alone. Who has much
         in common with one of them waits until that one is read."""

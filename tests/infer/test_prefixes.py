@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from draftsmith.cli.stock import our_texts
 from draftsmith.infer import decode
 from draftsmith.infer.decode import Engine, Request
 from draftsmith.infer.drafter import Drafter, NoDraft
@@ -117,6 +118,17 @@ def test_little_in_common_is_not_worth_it(target: Target) -> None:
     engine = Engine(target, rows=4)
     assert together(engine, requests) == alone(target, requests)
     assert engine._prefixes.reused == 0
+
+
+def test_a_measurement_begins_with_nothing(target: Target) -> None:
+    """The same prompts once more take the same reading."""
+    shared = random_ids(20, seed=1, vocab=target.vocab_size)
+    requests = [Request(str(n), shared + random_ids(4, seed=n, vocab=target.vocab_size), 4) for n in range(3)]
+    engine, counts = Engine(target, rows=3), list[int]()
+    for _ in range(2):
+        counts.append(tokens_read(target, lambda: our_texts(engine, [r.prompt for r in requests], max_new_tokens=4)))
+    assert counts[0] == counts[1]
+    assert engine._prefixes.reused == 2 * 2 * 20
 
 
 def test_a_long_rest_is_read_in_chunks(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
