@@ -2,7 +2,8 @@
 
 Chat templates, instructions, examples, the turns before this one, and several answers to one prompt begin alike, and a
 token's keys and values depend on nothing but what stands before it. What a row holds is known as long as nobody else has
-joined in its place, so a request may take over from one that has left, in the same row even without a copy.
+joined in its place, so a request may take over from one that has left, in the same row even without a copy. (Servers know it as
+automatic prefix caching: SGLang's RadixAttention, Zheng et al. 2023, arXiv 2312.07104. There is no store beside the rows.)
 
 Letters: R prompts, T their tokens in all, N the most that one of them has to read, D hidden.
 """
