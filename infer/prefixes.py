@@ -110,7 +110,7 @@ def read_on(
     return Reading(hidden[None], None)
 
 
-def _read_parts(target: Target, parts: Sequence[Tensor], held: list[int], cache: KVCache, *, first_row: int) -> Tensor:
+def _read_parts(target: Target, parts: list[Tensor], held: list[int], cache: KVCache, *, first_row: int) -> Tensor:
     """(R, N, D)."""
     tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(target.device)
     counts = torch.tensor([len(part) for part in parts], device=target.device)

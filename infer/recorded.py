@@ -78,7 +78,7 @@ class Outside(TorchDispatchMode):
     """Collects the tensors that are read or written by what runs inside, but were not made there."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._made: set[int] = set()
         self._found: dict[int, Tensor] = {}
 
