@@ -201,9 +201,8 @@ def start_as_last_layers(layers: Sequence[nn.Module], target: Target) -> bool:
     found = []
     for own, source in zip(layers, sources):
         mine = {name: weight.shape for name, weight in own.named_parameters()}
-        theirs = {
-            name: weight for name, weight in source.state_dict().items() if not name.endswith(".bias")
-        }  # not packed
+        parts = source.state_dict()  # of packed layers too
+        theirs = {name: _whole(weight) for name, weight in parts.items() if not name.endswith(".bias")}
         optional = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
         if any(type(weight) is not Tensor for weight in theirs.values()):  # quantised
             return False
@@ -215,6 +214,13 @@ def start_as_last_layers(layers: Sequence[nn.Module], target: Target) -> bool:
             weight = norm_scale(source.get_submodule(name.removesuffix(".weight")), len(weight))
         own.get_parameter(name).copy_(weight)
     return True
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """Of a matrix that is split over processes all of it, which is a common act of theirs."""
+    from torch.distributed.tensor import DTensor
+
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def projected_embedding(target: Target, width: int) -> nn.Embedding:
