@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import few_queries
 from .cache import Plan
 
 NAME = "draftsmith"
@@ -85,6 +86,8 @@ def _attend_within(
 ) -> Tensor:
     """The same; of each row only the slots below `reach` (B,), as far as rows side by side have that in common. An operation
     by itself, because a recording of it has to look at the numbers."""
+    if softcap is None and (found := few_queries.attend(query, key, value, mask, reach, scaling)) is not None:
+        return found
     parts = [
         _attend(query[rows], key[rows, :, :end], value[rows, :, :end], mask[rows, ..., :end], scaling, softcap)
         for rows, end in _together(reach.tolist())

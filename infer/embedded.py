@@ -44,7 +44,7 @@ def resolve(name: str) -> str:
 
 
 def cache_root() -> Path:
-    """Where converted models live: $DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
+    """Where converted models and compiled kernels live: $DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
 
 
