@@ -188,11 +188,6 @@ class TrainedDrafter(nn.Module, ABC):
         """Target layers read, 0-based layer outputs, ascending."""
 
     @property
-    def reads_states(self) -> bool:
-        """See `Drafter`; what is said here is always right."""
-        return True
-
-    @property
     @abstractmethod
     def num_steps(self) -> int:
         """K: tokens a chain draft has."""

@@ -16,9 +16,8 @@ of the field tells apart; `sample_from_anchor` is written to config.json and has
 | DSpark | True, b = 7 | False | vanilla, rank 256 | yes | exponential, gamma 4 | 0.1 CE + 1.8 TV | chain |
 | JetSpec (arXiv 2606.18394) | False, b = 16 | True | none | no | none | forward KL | best_first |
 
-In decoding the keys and values of the context are kept per layer and row; a block's own are overwritten. A Markov head
-(heads/markov.py) makes each token depend on the one before; `ranks` condition it on the text, as a chain does while it
-is accepted. `state_dict` has DeepSpec's names.
+In decoding the context's keys and values are kept per layer and row; a block's own are overwritten. A Markov head (heads/markov.py)
+makes each token depend on the one before; `ranks` condition it on the text, as an accepted chain is. `state_dict` has DeepSpec's names.
 
 Letters: B rows, T positions, N tokens with keys, R anchors, b slots, K proposing slots, D width, r rank, F features,
 V vocabulary, W draft vocabulary, C candidates per slot, n nodes of a level.
@@ -268,6 +267,7 @@ class DFlash(TrainedDrafter):
 
     def observe(self, state: OwnCache, seen: Observation) -> None:
         """Keep keys and values of the features just read; what a block left there is overwritten."""
+        seen = seen.news()
         assert seen.features is not None, "the features of the tapped layers were not read"
 
         def keep(features: Tensor, start: Tensor, count: Tensor) -> Tensors:

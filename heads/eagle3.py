@@ -263,6 +263,7 @@ class Eagle3(TrainedDrafter):
     def observe(self, state: Eagle3State, seen: Observation) -> None:
         """Pair each read token's features with the token after it (the newest with the anchor) and keep keys and values;
         what a draft wrote there is overwritten."""
+        seen = seen.news()
         assert seen.features is not None, "the features of the tapped layers were not read"
         single = self.config.num_layers == 1  # then only the newest pair's output is ever used
 

@@ -202,6 +202,8 @@ class Hydra(TrainedDrafter):
             state.hidden[seen.rows] = seen.last(seen.hidden)
             return
 
+        seen = seen.news()
+
         def read(hidden: Tensor, start: Tensor, count: Tensor) -> Tensors:
             batch, width, _ = hidden.shape
             positions = start[:, None] + torch.arange(width, device=start.device)

@@ -106,10 +106,6 @@ class LMDrafter(TrainedDrafter, ABC):
         return ()
 
     @property
-    def reads_states(self) -> bool:
-        return False
-
-    @property
     def num_steps(self) -> int:
         return self.config.num_steps
 

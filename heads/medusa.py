@@ -96,10 +96,6 @@ class Medusa(TrainedDrafter):
         return ()
 
     @property
-    def reads_states(self) -> bool:
-        return False
-
-    @property
     def num_steps(self) -> int:
         return self.config.num_heads
 

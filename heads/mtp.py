@@ -50,7 +50,6 @@ class Mtp:
     """Drafts a fixed tree with the target's own extra layer, a chain of three tokens if no other is given."""
 
     taps: tuple[int, ...] = ()
-    reads_states = True
 
     def __init__(self, target: Target, *, topology: Topology | None = None) -> None:
         """Raises ValueError if the target has no such layer, or one that attends within a window."""
@@ -73,6 +72,7 @@ class Mtp:
     def observe(self, state: MtpState, seen: Observation) -> None:
         """Pair each token's hidden state with the token after it, the newest with the anchor; what a draft wrote there is
         overwritten."""
+        seen = seen.news()
 
         def pair(tokens: Tensor, hidden: Tensor, start: Tensor, count: Tensor) -> Tensors:
             batch, width = tokens.shape

@@ -159,10 +159,6 @@ class Recorder:
         return self.drafter.taps
 
     @property
-    def reads_states(self) -> bool:
-        return self.drafter.reads_states
-
-    @property
     def depth(self) -> int:
         return self.drafter.depth
 

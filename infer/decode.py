@@ -63,7 +63,7 @@ class Engine:
         self.cache = self.target.new_cache(rows=self.max_rows, capacity=256)
         self.state = self.drafter.start(rows=self.max_rows, capacity=256)
         self._rows: list[Row] = []
-        self._prefixes = Prefixes(shares=not (self.drafter.reads_states or self.target.is_encoder_decoder))
+        self._prefixes = Prefixes(shares=not self.target.is_encoder_decoder)
         self._anchors = torch.zeros(0, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._set_sampling()
@@ -228,9 +228,9 @@ class Engine:
             texts = [row.text for row in group]
             prompts = [torch.tensor(text, dtype=torch.int64) for text in texts]
             place = {"first_row": first_row, "budget": PREFILL_TOKENS}
-            held = self._prefixes.take(texts, self._rows, self.cache)
+            held = self._prefixes.take(texts, self._rows, self.cache, self.drafter, self.state)
             if any(held):
-                reading = read_on(self.target, texts, held, self.cache, **place)
+                reading = read_on(self.target, texts, held, self.cache, **place, taps=self.drafter.taps)
             else:
                 reading = self.target.read_prompts(prompts, self.cache, **place, taps=self.drafter.taps)
             lengths = torch.tensor([len(text) for text in texts], device=device)
@@ -240,7 +240,7 @@ class Engine:
             logits = self.target.logits(reading.hidden[0, ends])[:, None]  # (R, 1, V)
             logits = penalise(logits, roots, sampling, [row.counts for row in group])
             anchors = sampling.choose(logits, lengths[:, None])[:, 0]
-            for seen in observations(prompts, reading, anchors, first_row=first_row):
+            for seen in observations(prompts, reading, anchors, held, first_row=first_row):
                 self.drafter.observe(self.state, seen)
         for row, text in zip(group, texts):
             row.length = len(text)

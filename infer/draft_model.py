@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 from .cache import KVCache
 from .drafter import Observation
+from .prefixes import read_on
 from .propose import draw_next
 from .sampling import Sampling
 from .target import Target
@@ -95,7 +96,6 @@ class DraftReader:
     """
 
     taps: tuple[int, ...] = ()
-    reads_states = False
 
     def __init__(self, model: Target, target: Target, *, depth: int) -> None:
         check_vocabulary(model, target)
@@ -128,16 +128,20 @@ class DraftReader:
         text.scatter_(1, slots, torch.where(real, seen.tokens, before))
         if seen.is_prompt:
             counts = seen.count.clamp(max=self._limit)
+            ends, known = counts.tolist(), read.clamp(max=seen.known).minimum(counts).tolist()
             read.copy_(counts)
-            for row, count in enumerate(counts.tolist(), start=seen.rows.start):
-                self._read_prompt(state, row, count)
+            for row, (count, held) in enumerate(zip(ends, known), start=seen.rows.start):
+                self._read_prompt(state, row, count, held)
         else:
             read.copy_(torch.minimum(read, seen.start + agreed))
 
-    def _read_prompt(self, state: DraftState, row: int, count: int) -> None:
-        if count:
-            tokens = self._known(state.text[row, :count])
-            self.model.read_prompts([tokens], state.cache, first_row=row, budget=PREFILL_TOKENS)
+    def _read_prompt(self, state: DraftState, row: int, count: int, held: int) -> None:
+        """The first `count` tokens of a row's text, of which it has read `held`."""
+        tokens, place = self._known(state.text[row, :count]), {"first_row": row, "budget": PREFILL_TOKENS}
+        if held and held < count:
+            read_on(self.model, [tokens.tolist()], [held], state.cache, **place)
+        elif count and not held:
+            self.model.read_prompts([tokens], state.cache, **place)
 
     def _unread(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Unread | None:
         """Note the anchors and read what is far behind them; None if no row has room for a draft.

@@ -13,7 +13,7 @@ Active rows are always 0..B-1: when a row leaves, the last one takes its place t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -50,11 +50,29 @@ class Observation:
     """(B, N, V): the target's logits at every node of the tree that was drafted, accepted or not; None for a prompt."""
     ends: list[int] | None = None
     """(B): start + count, where the host knows them already."""
+    known: int = 0
+    """Columns at the beginning, of a prompt, whose states are zeros: another row had read them, and this one has been made
+    a copy of that (`Drafter.move`). What a drafter kept of them holds, and of the tokens that follow each."""
 
     @property
     def is_prompt(self) -> bool:
         """Whether these rows have just joined, so that whatever the state holds of them is of other requests."""
         return self.logits is None
+
+    def news(self) -> Observation:
+        """The columns that have states."""
+        if not self.known:
+            return self
+        rest = slice(self.known, None)
+        return replace(
+            self,
+            tokens=self.tokens[:, rest],
+            count=self.count - self.known,
+            start=self.start + self.known,
+            hidden=self.hidden[:, rest],
+            features=None if self.features is None else self.features[:, rest],
+            known=0,
+        )
 
     def next_tokens(self) -> Tensor:
         """(B, A) int64: the token after each one read; after the newest stands the anchor."""
@@ -79,12 +97,6 @@ class Drafter(Protocol):
         ...
 
     @property
-    def reads_states(self) -> bool:
-        """Whether it looks at what the target computed at every token of a prompt: features, or hidden states before the
-        newest token's. Where it does not, tokens that other rows have read are not read again, and their states are zeros."""
-        ...
-
-    @property
     def depth(self) -> int:
         """Tokens of the longest chain that it drafts."""
         ...
@@ -94,7 +106,8 @@ class Drafter(Protocol):
         ...
 
     def move(self, state: Any, source: int, target: int) -> None:
-        """Overwrite row `target` of the state with row `source` (a row left and the last one takes its place)."""
+        """Overwrite row `target` of the state with row `source`: a row left and the last one takes its place, or one joins that
+        begins like it."""
         ...
 
     def observe(self, state: Any, seen: Observation) -> None:
@@ -115,7 +128,6 @@ class NoDraft:
     """Proposes nothing, which makes every round a step of plain decoding."""
 
     taps: tuple[int, ...] = ()
-    reads_states = False
     depth = 0
 
     def start(self, *, rows: int, capacity: int) -> None:

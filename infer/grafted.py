@@ -152,10 +152,6 @@ class Grafted:
         return self.drafter.taps
 
     @property
-    def reads_states(self) -> bool:
-        return self.drafter.reads_states or self.copier.reads_states
-
-    @property
     def depth(self) -> int:
         return max(self.drafter.depth, self.copier.depth)
 

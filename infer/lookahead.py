@@ -115,7 +115,6 @@ class Lookahead:
     """
 
     taps: tuple[int, ...] = ()
-    reads_states = False
 
     def __init__(self, *, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         if window < 1 or ngram < 3 or guesses < 1:

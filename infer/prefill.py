@@ -15,10 +15,10 @@ from .target import Reading
 
 
 def observations(
-    prompts: Sequence[Tensor], reading: Reading, anchors: Tensor, *, first_row: int
+    prompts: Sequence[Tensor], reading: Reading, anchors: Tensor, held: Sequence[int], *, first_row: int
 ) -> Iterator[Observation]:
-    """Of each prompt, 1-D int64, what was read of it; `reading` holds all of them side by side, (1, T, ...), and anchors
-    (R,) int64 the tokens that follow them."""
+    """Of each prompt, 1-D int64, what was read of it beyond the first `held` tokens; `reading` holds all of them side by
+    side, (1, T, ...), and anchors (R,) int64 the tokens that follow them."""
     start = 0
     for index, prompt in enumerate(prompts):
         part = slice(start, start + len(prompt))
@@ -31,4 +31,5 @@ def observations(
             hidden=reading.hidden[:, part],
             features=None if reading.features is None else reading.features[:, part],
             anchor=anchors[index : index + 1],
+            known=held[index],
         )

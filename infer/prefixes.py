@@ -1,9 +1,10 @@
 """Beginnings that prompts have in common are read once: a row takes the keys and values of another row over.
 
 Chat templates, instructions, examples, the turns before this one, and several answers to one prompt begin alike, and a
-token's keys and values depend on nothing but what stands before it. What a row holds is known as long as nobody else has
-joined in its place, so a request may take over from one that has left, in the same row even without a copy. (Servers know it as
-automatic prefix caching: SGLang's RadixAttention, Zheng et al. 2023, arXiv 2312.07104. There is no store beside the rows.)
+token's keys and values depend on nothing but what stands before it; so does what a drafter keeps, but for the token that
+follows. What a row holds is known as long as nobody else has joined in its place, so a request may take over from one that
+has left, in the same row even without a copy. (Servers know it as automatic prefix caching: SGLang's RadixAttention, Zheng
+et al. 2023, arXiv 2312.07104. There is no store beside the rows.)
 
 Letters: R prompts, T their tokens in all, N the most that one of them has to read, D hidden.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import KVCache
+from .drafter import Drafter
 from .row import Row
 from .target import Reading, Target
 from .tree import TokenTree
@@ -28,7 +31,8 @@ SHORTEST = 16
 
 @dataclass(frozen=True)
 class Share:
-    """The first `length` tokens of a text are those of row `row`."""
+    """The first `length` tokens of a text, and the one that follows them, are those of row `row`. (A drafter may have put
+    the two last of these together.)"""
 
     row: int
     length: int
@@ -70,8 +74,11 @@ class Prefixes:
             group.append(queue.popleft())
         return group
 
-    def take(self, texts: Sequence[list[int]], active: Sequence[Row], cache: KVCache) -> list[int]:
-        """Let texts that join behind the active rows have what other rows hold of them; how many tokens that is of each."""
+    def take(
+        self, texts: Sequence[list[int]], active: Sequence[Row], cache: KVCache, drafter: Drafter, state: Any
+    ) -> list[int]:
+        """Let texts that join behind the active rows have what other rows hold of them, and the drafter's state of those; how
+        many tokens that is of each."""
         joining = dict(enumerate(texts, start=len(active)))
         known, found = self._known(active), list[int]()
         best = {row: _longest(text, known) for row, text in joining.items()}
@@ -81,6 +88,7 @@ class Prefixes:
             share = _longest(text, {other: text for other, text in known.items() if other == row or other not in lost})
             if share.length and share.row != row:
                 cache.move(share.row, row, length=share.length)
+                drafter.move(state, share.row, row)
             found.append(share.length)
             self._left.pop(row, None)
         self.reused += sum(found)
@@ -93,25 +101,37 @@ class Prefixes:
 
 
 def read_on(
-    target: Target, texts: Sequence[list[int]], held: Sequence[int], cache: KVCache, *, first_row: int, budget: int
+    target: Target,
+    texts: Sequence[list[int]],
+    held: Sequence[int],
+    cache: KVCache,
+    *,
+    first_row: int,
+    budget: int,
+    taps: tuple[int, ...] = (),
 ) -> Reading:
     """Read what is left of texts of whose rows the first `held` tokens are known; one alone that has more than `budget` left is
-    read in chunks. Hidden (1, T, D), zeros where tokens were not read."""
+    read in chunks. States (1, T, ...), zeros where tokens were not read."""
     rest = [torch.tensor(text[count:]) for text, count in zip(texts, held)]
     size = budget if len(texts) == 1 else max(map(len, rest))
-    hidden = torch.zeros(sum(map(len, texts)), target.hidden_size, dtype=target.dtype, device=target.device)
+    found: list[Tensor] = []  # hidden and, if any, features
     for start in range(0, max(map(len, rest)), size):
         parts = [tokens[start : start + size] for tokens in rest]
-        states = _read_parts(target, parts, [count + start for count in held], cache, first_row=first_row)
+        reading = _read_parts(target, parts, [count + start for count in held], cache, first_row=first_row, taps=taps)
+        read = [reading.hidden] if reading.features is None else [reading.hidden, reading.features]
+        found = found or [each.new_zeros(sum(map(len, texts)), each.shape[-1]) for each in read]
         end = 0
-        for text, count, part, state in zip(texts, held, parts, states):
-            hidden[end + count + start : end + count + start + len(part)] = state[: len(part)]
+        for index, (text, count, part) in enumerate(zip(texts, held, parts)):
+            for states, each in zip(found, read):
+                states[end + count + start : end + count + start + len(part)] = each[index, : len(part)]
             end += len(text)
-    return Reading(hidden[None], None)
+    return Reading(found[0][None], found[1][None] if taps else None)
 
 
-def _read_parts(target: Target, parts: list[Tensor], held: list[int], cache: KVCache, *, first_row: int) -> Tensor:
-    """(R, N, D)."""
+def _read_parts(
+    target: Target, parts: list[Tensor], held: list[int], cache: KVCache, *, first_row: int, taps: tuple[int, ...]
+) -> Reading:
+    """(R, N, ...)."""
     tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(target.device)
     counts = torch.tensor([len(part) for part in parts], device=target.device)
     tree = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
@@ -120,18 +140,18 @@ def _read_parts(target: Target, parts: list[Tensor], held: list[int], cache: KVC
         tree = replace(tree, valid=read, read=read)
     lengths = torch.tensor(held, device=target.device)
     # As it is for every target: recordings are for the shapes of rounds.
-    return Target.verify(target, tree, lengths, cache, longest=max(held), first_row=first_row).hidden
+    return Target.verify(target, tree, lengths, cache, longest=max(held), first_row=first_row, taps=taps)
 
 
 def _longest(text: list[int], known: Mapping[int, list[int]]) -> Share:
-    """The row with which a text has most in common, but not all: its last token has to be read."""
-    best, most = NOTHING, len(text) - 1
+    """The row with which a text has most in common. The last token of that is read again, as a text's last one has to be."""
+    best, most = 0, NOTHING
     for row, tokens in known.items():
-        length = best.length
-        if tokens[: length + 1] != text[: length + 1]:
+        if tokens[: best + 1] != text[: best + 1]:
             continue
-        while length < most and length < len(tokens) and tokens[length] == text[length]:
+        length = best
+        while length < min(len(text), len(tokens)) and tokens[length] == text[length]:
             length += 1
-        if length > best.length:
-            best = Share(row, length)
-    return best if best.length >= SHORTEST else NOTHING
+        if length > best:
+            best, most = length, Share(row, length - 1)
+    return most if most.length >= SHORTEST else NOTHING

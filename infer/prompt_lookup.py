@@ -141,7 +141,6 @@ class PromptLookup:
     """
 
     taps: tuple[int, ...] = ()
-    reads_states = False
 
     def __init__(self, *, length: int = 10, min_match: int = 1, stop_ids: Sequence[int] = ()) -> None:
         if length < 1:

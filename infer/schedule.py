@@ -148,10 +148,6 @@ class Scheduled:
         return self.drafter.taps
 
     @property
-    def reads_states(self) -> bool:
-        return self.drafter.reads_states
-
-    @property
     def depth(self) -> int:
         return self.drafter.depth
 

@@ -98,10 +98,6 @@ class Standby:
         return self.drafter.taps
 
     @property
-    def reads_states(self) -> bool:
-        return self.drafter.reads_states
-
-    @property
     def depth(self) -> int:
         return self.drafter.depth
 

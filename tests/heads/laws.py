@@ -95,6 +95,17 @@ def decode(
 ) -> list[Output]:
     """Outputs in the order of the prompts; request i samples with seed i."""
     engine = Engine(target, drafter=drafter, rows=rows)
+    return answers(engine, prompt_ids, new_tokens=new_tokens, sampling=sampling)
+
+
+def answers(
+    engine: Engine,
+    prompt_ids: list[list[int]],
+    *,
+    new_tokens: int = NEW_TOKENS,
+    sampling: SamplingParams | None = None,
+) -> list[Output]:
+    """The same from an engine that is there already."""
     for index, ids in enumerate(prompt_ids):
         chosen = SamplingParams() if sampling is None else SamplingParams(**vars(sampling) | {"seed": index})
         engine.add(Request(str(index), ids, new_tokens, chosen))

@@ -109,6 +109,21 @@ def test_teacher_forced_acceptance_equals_the_loops(trained: Trained, tiny_targe
         assert int(begins.sum()) == len(accepted)
 
 
+def test_what_is_taken_over_from_another_row_changes_no_draft(trained: Trained, tiny_target: Target) -> None:
+    """Texts that begin alike, some of which end where others go on: what a drafter kept of them is as good as new."""
+    whole = trained.text.prompts[0] + trained.text.answers[0]
+    ids = [whole[:30], whole[:26], whole[:30], whole[:21], *(whole[:20] + other for other in trained.text.prompts[1:4])]
+    found = []
+    for shares in (True, False):
+        engine = Engine(tiny_target, drafter=trained.drafter, rows=3)
+        engine._prefixes.shares = shares
+        outputs = laws.answers(engine, ids)
+        found.append([(output.tokens, vars(output.stats)) for output in outputs])
+        assert (engine._prefixes.reused > 100) == shares
+    assert found[0] == found[1]
+    assert sum(output.stats.accepted for output in outputs) > 0
+
+
 def assert_chain(drafter: TrainedDrafter) -> None:
     """Make the copy draft its top-1 chain."""
     drafter.use_chain()
@@ -152,7 +167,7 @@ class Pausing:
 
     def __init__(self, drafter: TrainedDrafter, *, until: int) -> None:
         self.drafter, self.until, self.proposed = drafter, until, dict[int, list[int]]()
-        self.taps, self.depth, self.reads_states = drafter.taps, drafter.depth, drafter.reads_states
+        self.taps, self.depth = drafter.taps, drafter.depth
         self.start, self.move, self.observe = drafter.start, drafter.move, drafter.observe
 
     def draft(self, state: Any, anchors: torch.Tensor, lengths: torch.Tensor, sampling: Sampling) -> TokenTree:

@@ -40,7 +40,7 @@ class Kept:
     """A drafter whose drafts are kept."""
 
     def __init__(self, inner: TrainedDrafter) -> None:
-        self.inner, self.taps, self.depth, self.reads_states = inner, inner.taps, inner.depth, inner.reads_states
+        self.inner, self.taps, self.depth = inner, inner.taps, inner.depth
         self.trees: list[TokenTree] = []
 
     def start(self, *, rows: int, capacity: int) -> Any:

@@ -118,7 +118,6 @@ class Parrot:
     """A drafter that always proposes the same chain, and counts how often it is asked."""
 
     taps: tuple[int, ...] = ()
-    reads_states = False
 
     def __init__(self, draft: list[int]) -> None:
         self.chain, self.asked = draft, 0
