@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .decode import Engine
@@ -65,6 +66,8 @@ class Update:
 class SpeculativeDecoder:
     """Decodes with a drafter; the text is the target's own, whatever the drafter is.
 
+    A call reads on from what calls before it have read, so the next turn of a conversation costs its new text alone.
+
     rows: requests decoded at the same time. verifier: a name of verifiers.py; "sample-match" gives with one seed the very
     text of plain decoding, "typical" is LOSSY, and the others give text of the same distribution.
 
@@ -76,7 +79,8 @@ class SpeculativeDecoder:
     ) -> None:
         self.target, self.drafter, self.rows = target, drafter, rows
         self._verify = verifier_named(verifier).verify
-        self._shared = self._session()
+        self._idle: list[_Session] = []
+        self._shared = self._new_session()
 
     def generate(
         self,
@@ -101,10 +105,10 @@ class SpeculativeDecoder:
         stop: Sequence[str] = (),
     ) -> list[Answer]:
         """Answers in the order of the prompts; one that failed says why in its `error`, and the others are whole."""
-        session = self._session()
-        for index, prompt in enumerate(prompts):
-            session.add(self._request(str(index), prompt, max_new_tokens, sampling, stop))
-        answers = {update.id: update.answer for update in session.updates() if update.answer is not None}
+        with self._session() as session:
+            for index, prompt in enumerate(prompts):
+                session.add(self._request(str(index), prompt, max_new_tokens, sampling, stop))
+            answers = {update.id: update.answer for update in session.updates() if update.answer is not None}
         return [answers[str(index)] for index in range(len(prompts))]
 
     def stream(
@@ -116,13 +120,13 @@ class SpeculativeDecoder:
         stop: Sequence[str] = (),
     ) -> Iterator[str]:
         """Pieces of text as they become certain; leaving the loop cancels the rest. Raises ValueError as `generate`."""
-        session = self._session()
-        session.add(self._request("0", prompt, max_new_tokens, sampling, stop))
-        for update in session.updates():
-            if update.answer is not None and update.answer.finish == "error":
-                raise ValueError(update.answer.error)
-            if update.text:
-                yield update.text
+        with self._session() as session:
+            session.add(self._request("0", prompt, max_new_tokens, sampling, stop))
+            for update in session.updates():
+                if update.answer is not None and update.answer.finish == "error":
+                    raise ValueError(update.answer.error)
+                if update.text:
+                    yield update.text
 
     def add(
         self,
@@ -165,7 +169,14 @@ class SpeculativeDecoder:
     ) -> Request:
         return Request(id, self.encode(prompt), limit, sampling or SamplingParams(), stop)
 
-    def _session(self) -> _Session:
+    @contextmanager
+    def _session(self) -> Iterator[_Session]:
+        """One that nobody else uses now, with what earlier calls have read; what was interrupted is not used again."""
+        session = self._idle.pop() if self._idle else self._new_session()
+        yield session
+        self._idle.append(session)
+
+    def _new_session(self) -> _Session:
         return _Session(Engine(self.target, drafter=self.drafter, rows=self.rows, verifier=self._verify))
 
 

@@ -137,11 +137,11 @@ class DraftReader:
 
     def _read_prompt(self, state: DraftState, row: int, count: int, held: int) -> None:
         """The first `count` tokens of a row's text, of which it has read `held`."""
-        tokens, place = self._known(state.text[row, :count]), {"first_row": row, "budget": PREFILL_TOKENS}
+        tokens = self._known(state.text[row, :count])
         if held and held < count:
-            read_on(self.model, [tokens.tolist()], [held], state.cache, **place)
+            read_on(self.model, [tokens.tolist()], [held], state.cache, first_row=row, budget=PREFILL_TOKENS)
         elif count and not held:
-            self.model.read_prompts([tokens], state.cache, **place)
+            self.model.read_prompts([tokens], state.cache, first_row=row, budget=PREFILL_TOKENS)
 
     def _unread(self, state: DraftState, anchors: Tensor, lengths: Tensor) -> Unread | None:
         """Note the anchors and read what is far behind them; None if no row has room for a draft.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,35 @@ def test_the_drafter_changes_no_text(decoder: SpeculativeDecoder, tiny_target: T
     for sampling in (None, HOT):
         answer = decoder.generate("the cat the cat", max_new_tokens=40, sampling=sampling)
         assert answer.tokens == plain.generate("the cat the cat", max_new_tokens=40, sampling=sampling).tokens
+
+
+def test_the_next_turn_of_a_conversation_costs_its_new_text(decoder: SpeculativeDecoder, tiny_target: Target) -> None:
+    """Also after a stream that was left, and with two that take turns; and no text depends on it."""
+    read: list[int] = []
+    hook = tiny_target.model.base_model.register_forward_pre_hook(
+        lambda module, args, given: read.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    messages, texts = list[dict[str, str]](), list[str]()
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"the cat sat on the mat {turn}"})
+        read.clear()
+        texts.append(decoder.generate(messages, max_new_tokens=1).text)
+        if turn > 0:
+            assert sum(read) < len(decoder.encode(messages)) / 2
+        messages.append({"role": "assistant", "content": texts[-1]})
+    hook.remove()
+    assert texts == [
+        SpeculativeDecoder(tiny_target).generate(messages[: 2 * turn + 1], max_new_tokens=1).text for turn in range(3)
+    ]
+    expected = [decoder.generate(prompt, max_new_tokens=20).text for prompt in ("the cat", "the dog")]
+    left = decoder.stream("the cat", max_new_tokens=20)
+    next(left)
+    del left
+    pieces = zip_longest(
+        *(decoder.stream(prompt, max_new_tokens=20) for prompt in ("the cat", "the dog")), fillvalue=""
+    )
+    assert ["".join(column) for column in zip(*pieces)] == expected
+    assert [decoder.generate(prompt, max_new_tokens=20).text for prompt in ("the cat", "the dog")] == expected
 
 
 def test_updates_are_the_answers_piece_by_piece(decoder: SpeculativeDecoder) -> None:
