@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from draftsmith.infer.request import Output
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
 
+GREEDY = SamplingParams()
 NEW_TOKENS = 40
 
 SMALL: dict[str, dict[str, object]] = {
@@ -91,9 +93,9 @@ def decode(
     *,
     rows: int = 4,
     new_tokens: int = NEW_TOKENS,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
 ) -> list[Output]:
-    """Outputs in the order of the prompts; request i samples with seed i."""
+    """Outputs in the order of the prompts; request i samples with seed i, and by the i-th of several settings."""
     engine = Engine(target, drafter=drafter, rows=rows)
     return answers(engine, prompt_ids, new_tokens=new_tokens, sampling=sampling)
 
@@ -103,12 +105,12 @@ def answers(
     prompt_ids: list[list[int]],
     *,
     new_tokens: int = NEW_TOKENS,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
 ) -> list[Output]:
     """The same from an engine that is there already."""
     for index, ids in enumerate(prompt_ids):
-        chosen = SamplingParams() if sampling is None else SamplingParams(**vars(sampling) | {"seed": index})
-        engine.add(Request(str(index), ids, new_tokens, chosen))
+        chosen = sampling if isinstance(sampling, SamplingParams) else sampling[index % len(sampling)]
+        engine.add(Request(str(index), ids, new_tokens, replace(chosen, seed=index)))
     outputs = {output.id: output for output in engine.run()}
     return [outputs[str(index)] for index in range(len(prompt_ids))]
 

@@ -57,7 +57,7 @@ def test_a_copy_of_all_layers_drafts_the_targets_own_text(
     ranks = drafter.ranks(teacher)
     assert bool((ranks <= 0).all())
     assert int((ranks == 0).sum()) == sum(int(teacher.step_mask(step).sum()) for step in range(4))
-    for settings in (None, SamplingParams(1.0)):
+    for settings in (laws.GREEDY, SamplingParams(1.0)):
         plain = laws.decode(tiny_target, None, text.prompts, sampling=settings)
         outputs = laws.decode(tiny_target, drafter, text.prompts, sampling=settings)
         assert [output.tokens for output in outputs] == [output.tokens for output in plain]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
 
 from draftsmith.infer.tapes import Tensors
 
@@ -24,8 +24,12 @@ class Trace:
         return -(-needed // self.step) * self.step
 
     def __call__(self, function: Callable[[], Tensors]) -> Callable[[], Tensors]:
-        with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):  # some models ask, to spare a check
-            graph = make_fx(function)()
+        spared = patch.object(
+            proxy_tensor, "extract_val", lambda *args, **kwargs: None
+        )  # what only compilers need to know
+        # Some models ask for the stream, to spare a check.
+        with spared, patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            graph = proxy_tensor.make_fx(function)()
         self.recorded += 1
 
         def play() -> Tensors:
