@@ -50,12 +50,13 @@ bench-gpu: $(READY)
 	$(BIN)/draftsmith step $(EAGLE3_STEP)
 	$(BIN)/draftsmith step $(DFLASH_STEP)
 
-# Side by side on one thread each; slow tests (real model, statistics, processes) file by file, as many share what they train.
+# Side by side on one thread each, file by file, as the tests of one share what they train; then the slow ones (real model,
+# statistics, processes).
 test: $(READY) test-fast
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS)
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 check: format-check lint types test-fast
 
