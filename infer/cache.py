@@ -63,7 +63,8 @@ class Plan(ABC):
 class Packed(Plan):
     """Documents side by side in each row, no attention across them.
 
-    segments: (B, T) int64, 0 padding (which sees itself only, so that no row of the softmax is empty).
+    segments: (B, T) int64, each document in one piece, 0 padding (which sees itself only, so that no row of the softmax is
+    empty).
     positions: (B, T) int64, restarting in each document.
     """
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from .cache import KVCache
 from .clock import Clock
-from .drafter import Drafter, NoDraft, Observation
+from .drafter import Drafter, NoDraft
 from .penalties import penalise
-from .prefill import observations
+from .prefill import accepted, observations
 from .prefixes import Prefixes, read_on
 from .request import Finish, Output, Progress, Request
 from .row import Row
@@ -38,7 +40,8 @@ class Engine:
     rows: requests decoded at the same time; others wait and join as rows leave, so nothing waits for the longest
     answer. The text of a request does not depend on who shares its batch (fp32). `add` and `cancel` may be called between
     any two steps, from the thread that drives the engine. What goes wrong with one request ends that request alone, with
-    finish "error" and the reason in its output.
+    finish "error" and the reason in its output. After a step that was interrupted (Ctrl-C, an error that is no request's)
+    the next one reads again what the requests have written, and goes on.
     """
 
     def __init__(
@@ -52,9 +55,12 @@ class Engine:
         self.steps = 0
         self._ids: set[str] = set()  # of requests that are not finished, or whose end was not reported
         self._queue: deque[Row] = deque()
-        self._ended: list[Output] = []  # other than by what they wrote: refused, cancelled, out of memory
+        self._joining: list[Row] = []  # whose prompts are being read
+        self._refused: list[Output] = []
+        self._news: list[Row] = []  # of which there is something to tell
         self._told: deque[Progress] = deque()  # what a step did and `stream` has not yielded yet
         self._joins_alone = False  # prompts are read one by one once memory has run out
+        self._is_torn = False  # a step began and has not ended
         self._begin_empty()
 
     def _begin_empty(self) -> None:
@@ -79,23 +85,24 @@ class Engine:
         try:
             self._queue.append(Row.open(request, self.target))
         except ValueError as error:
-            self._ended.append(Output(request.id, finish="error", error=str(error)))
+            self._refused.append(Output(request.id, finish="error", error=str(error)))
 
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """End a waiting or running request; what it has written so far comes out of the next step, with finish
         "cancelled". False if there is no such request, because it is finished already or never was."""
-        for index, row in enumerate(self._rows):
-            if row.request.id == id:
-                self._end(row, "cancelled")
-                self._leave(index)
-                return True
-        for row in self._queue:
-            if row.request.id == id:
-                self._end(row, "cancelled")
-                self._queue.remove(row)
-                return True
-        return False
+        rows = [row for row in (*self._rows, *self._joining, *self._queue) if row.request.id == id]
+        if not rows or rows[0].output.finish:
+            return False
+        row = rows[0]
+        self._end(row, "cancelled")
+        if row in self._queue:
+            self._queue.remove(row)
+        elif not self._is_torn:  # else it is left out when the next step starts over
+            self._is_torn = True
+            self._leave(self._rows.index(row))
+            self._is_torn = False
+        return True
 
     def forget(self) -> None:
         """Use nothing that finished requests have left in the cache: for measurements that depend on nothing before them."""
@@ -112,7 +119,7 @@ class Engine:
 
         Leaving it and coming back loses nothing.
         """
-        while self._told or self._ended or self._queue or self._rows:
+        while self._told or self._refused or self._news or self._queue or self._rows or self._joining:
             if not self._told:
                 self._told.extend(self.step())
             while self._told:
@@ -120,10 +127,17 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Progress]:
-        """Let waiting requests join, which emits their first tokens, or else do one round of every active row."""
-        progress = self._report() or self._admit()
-        if progress or not self._rows:
-            return progress
+        """Tell what has ended, or let waiting requests join, which emits their first tokens, or else do one round."""
+        if self._is_torn:
+            self._start_over()
+        if not self._refused and not self._news:
+            self._is_torn = True
+            if not self._admit() and self._rows:
+                self._round()
+        self._is_torn = False
+        return self._report()
+
+    def _round(self) -> None:
         self.steps += 1
         try:
             with self.clock.time("draft"):
@@ -137,11 +151,11 @@ class Engine:
                 verdict = self.verifier(tree, logits, self._lengths, self._sampling)
                 settled = Settled.of(tree, verdict)  # of a greedy round the one transfer to the host
                 self._commit(tree, reading, logits, verdict, settled)
-                return self._emit(settled)
+                self._emit(settled)
+            return
         except (RuntimeError, MemoryError) as error:
             fault = memory_fault(error)
         self._start_over(failed=max(self._rows, key=lambda row: row.length), fault=fault)
-        return self._report()
 
     def _commit(self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, settled: Settled) -> None:
         """Keep the accepted rows of the cache, tell the drafter, move the anchors."""
@@ -151,34 +165,17 @@ class Engine:
             start = torch.arange(len(path), device=path.device) * self.cache.capacity + self._lengths
             self.cache.commit((start[:, None] + path).flatten(), (start[:, None] + index).flatten())
         ends = [row.length + count for row, count in zip(self._rows, settled.counts)]
-        self._observe(tree, reading, logits, verdict, path, ends)
+        seen = accepted(tree, reading, logits, verdict, path, start=self._lengths, ends=ends)
+        with self.clock.time("draft"):
+            self.drafter.observe(self.state, seen)
         for row, end in zip(self._rows, ends):
             row.length = end
         self._lengths = self._lengths + verdict.count
         self._anchors = verdict.bonus
 
-    def _observe(
-        self, tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, path: Tensor, ends: list[int]
-    ) -> None:
-        rows = torch.arange(len(path), device=path.device)[:, None]
-        features = None if reading.features is None else reading.features[rows, path]
-        seen = Observation(
-            rows=slice(0, len(path)),
-            tokens=tree.tokens.gather(1, path),
-            count=verdict.count,
-            start=self._lengths,
-            hidden=reading.hidden[rows, path],
-            features=features,
-            anchor=verdict.bonus,
-            logits=logits,
-            ends=ends,
-        )
-        with self.clock.time("draft"):
-            self.drafter.observe(self.state, seen)
-
-    def _emit(self, settled: Settled) -> list[Progress]:
+    def _emit(self, settled: Settled) -> None:
         """Append each row's accepted tokens and bonus to its text, cut where the answer ends; retire rows."""
-        progress = []
+        self._news += self._rows
         for index, row in enumerate(self._rows):
             accepted = settled.counts[index] - 1
             emitted = row.append(settled.tokens[index], accepted)
@@ -189,39 +186,39 @@ class Engine:
                 accepted=accepted,
                 emitted=emitted,
             )
-            progress.append(Progress(row.output, emitted, bool(row.output.finish)))
         self._retire()
-        return progress
 
     def _report(self) -> list[Progress]:
-        """What ended since the last step, and not by it."""
-        ended, self._ended = self._ended, []
-        self._ids.difference_update(output.id for output in ended)
-        return [Progress(output, 0, is_last=True) for output in ended]
+        """What has happened since the last one."""
+        refused, self._refused = self._refused, []
+        news, self._news = dict.fromkeys(self._news), []
+        progress = [Progress(output, 0, is_last=True) for output in refused] + [row.news() for row in news]
+        self._ids.difference_update(each.output.id for each in progress if each.is_last)
+        return progress
 
-    def _admit(self) -> list[Progress]:
-        """Let waiting requests join once an eighth of the rows is free: their prompts are read in one packed forward."""
+    def _admit(self) -> bool:
+        """Let waiting requests join once an eighth of the rows is free, reading their prompts together. Whether any has."""
         free = self.max_rows - len(self._rows)
         if not self._queue or free < min(max(1, self.max_rows // 8), len(self._queue)):
-            return []
-        progress: list[Progress] = []
-        joining = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
-        joining.sort(key=lambda row: -len(row.text))  # rows side by side attend together, as far as the longest reaches
-        self._queue.extendleft(reversed(joining))
+            return False
+        # Rows side by side attend together, as far as the longest reaches.
+        first = sorted(islice(self._queue, free), key=lambda row: -len(row.text))
+        self._queue = deque([*first, *islice(self._queue, len(first), None)])
         while self._queue and len(self._rows) < self.max_rows:
             room = 1 if self._joins_alone else self.max_rows - len(self._rows)
-            group = self._prefixes.gather(self._queue, self._rows, room=room, budget=PREFILL_TOKENS)
+            self._joining = self._prefixes.gather(self._queue, self._rows, room=room, budget=PREFILL_TOKENS)
+            for _ in self._joining:
+                self._queue.popleft()
             try:
-                progress += self._join(group)
+                self._join(self._joining)
                 continue
             except (RuntimeError, MemoryError) as error:
                 fault = memory_fault(error)
             self._joins_alone = True
-            self._queue.extendleft(reversed(group))
-            self._start_over(failed=group[0] if len(group) == 1 else None, fault=fault)
-        return progress + self._report()
+            self._start_over(failed=self._joining[0] if len(self._joining) == 1 else None, fault=fault)
+        return bool(self._news)
 
-    def _join(self, group: list[Row]) -> list[Progress]:
+    def _join(self, group: list[Row]) -> None:
         """Prefill a group of requests into the next free rows and emit each one's first token."""
         with self.clock.time("prefill"):
             device, first_row = self.target.device, len(self._rows)
@@ -244,19 +241,18 @@ class Engine:
                 self.drafter.observe(self.state, seen)
         for row, text in zip(group, texts):
             row.length = len(text)
-        self._rows += group
+        self._rows, self._joining = self._rows + group, []
         self._anchors = torch.cat([self._anchors, anchors])
         self._lengths = torch.cat([self._lengths, lengths])
         self._set_sampling()
+        self._news += group
         for row, token in zip(group, anchors.tolist()):
             row.append([token], 0)
         self._retire()
-        return [Progress(row.output, 1, bool(row.output.finish)) for row in group]
 
     def _retire(self) -> None:
         for index in reversed(range(len(self._rows))):
             if self._rows[index].output.finish:
-                self._ids.discard(self._rows[index].request.id)
                 self._leave(index)
 
     def _leave(self, index: int) -> None:
@@ -275,25 +271,27 @@ class Engine:
 
     def _end(self, row: Row, finish: Finish, error: str = "") -> None:
         row.end(finish, error)
-        self._ended.append(row.output)
+        self._news.append(row)
 
-    def _start_over(self, *, failed: Row | None, fault: str) -> None:
-        """Memory ran out: `failed` ends, and all others join again by reading what they have written.
-
-        The error may have left caches and drafter half-way, so all of that is given up. Noise belongs to positions, so no
-        text changes.
-        """
-        rows = len(self._rows)
-        self._queue.extendleft(reversed(self._rows))
-        for row in [row for row in self._queue if row is failed or not row.can_go_on(self.target)]:
-            self._queue.remove(row)
-            self._end(row, "error", row.out_of_memory(fault, rows=rows))
-        self.target.give_up(self.cache)
-        del self.cache, self.state  # the drafter's buffers are idle now
-        give_up_idle()
+    def _start_over(self, *, failed: Row | None = None, fault: str = "") -> None:
+        """A step did not end, since memory ran out (`fault`) or something interrupted it, and may have left caches and drafter
+        half-way: `failed` ends, and all others join again by reading what they have written. Noise belongs to positions, so
+        no text changes."""
+        rows, queue = len(self._rows), list[Row]()
+        for row in dict.fromkeys([*self._rows, *self._joining, *self._queue]):
+            if row.output.finish:
+                self._news.append(row)
+            elif row is failed or not row.can_go_on(self.target):
+                self._end(row, "error", row.why_over(fault, rows=rows))
+            else:
+                queue.append(row)
+        self._queue, self._rows, self._joining = deque(queue), [], []
+        if fault:
+            self.target.give_up(self.cache)
+        self.cache, self.state = KVCache(rows=0, capacity=0), None  # so that buffers are free before more are asked for
+        if fault:
+            give_up_idle()
         self._begin_empty()
-        if self.target.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _set_sampling(self) -> None:
         self._sampling = Sampling([row.request.sampling for row in self._rows], self.target.device)

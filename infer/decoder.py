@@ -23,10 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import nn
+
 from .decode import Engine
 from .drafter import Drafter
 from .request import Finish, Progress, Request, Stats
 from .sampling import SamplingParams
+from .tapes import weights_of
 from .target import Target
 from .text import TextStream
 from .verifiers import verifier_named
@@ -66,7 +69,8 @@ class Update:
 class SpeculativeDecoder:
     """Decodes with a drafter; the text is the target's own, whatever the drafter is.
 
-    A call reads on from what calls before it have read, so the next turn of a conversation costs its new text alone.
+    A call reads on from what calls before it have read, so the next turn of a conversation costs its new text, as long as the
+    weights stay what they are (changes through `.data` are not noticed: call `forget`).
 
     rows: requests decoded at the same time. verifier: a name of verifiers.py; "sample-match" gives with one seed the very
     text of plain decoding, "typical" is LOSSY, and the others give text of the same distribution.
@@ -80,6 +84,7 @@ class SpeculativeDecoder:
         self.target, self.drafter, self.rows = target, drafter, rows
         self._verify = verifier_named(verifier).verify
         self._idle: list[_Session] = []
+        self._known = self._weights()
         self._shared = self._new_session()
 
     def generate(
@@ -148,6 +153,11 @@ class SpeculativeDecoder:
         """End a request that was added; its answer so far is its last update. False if it is finished or unknown."""
         return self._shared.engine.cancel(id)
 
+    def forget(self) -> None:
+        """Read nothing on from earlier calls and requests."""
+        self._idle = []
+        self._shared.engine.forget()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; text and messages go through the target's chat template, or are an encoder's source."""
         if isinstance(prompt, str):
@@ -172,9 +182,22 @@ class SpeculativeDecoder:
     @contextmanager
     def _session(self) -> Iterator[_Session]:
         """One that nobody else uses now, with what earlier calls have read; what was interrupted is not used again."""
-        session = self._idle.pop() if self._idle else self._new_session()
+        weights = self._weights()
+        if weights != self._known:  # what was computed and recorded with others is of no use
+            self._known, self._idle = weights, []
+        try:
+            session = self._idle.pop()
+        except IndexError:
+            session = self._new_session()
         yield session
-        self._idle.append(session)
+        if weights == self._known:
+            self._idle.append(session)
+
+    def _weights(self) -> tuple[object, ...]:
+        """Of the target and of a drafter that has some: equal as long as they are the same numbers in the same places."""
+        modules = [part for part in (self.target.model, self.drafter) if isinstance(part, nn.Module)]
+        versions = [0 if each.is_inference() else each._version for part in modules for each in part.parameters()]
+        return (*map(weights_of, modules), *versions)
 
     def _new_session(self) -> _Session:
         return _Session(Engine(self.target, drafter=self.drafter, rows=self.rows, verifier=self._verify))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import sysconfig
@@ -70,7 +71,7 @@ def _kernel(width: int, capability: str) -> Callable[..., None] | None:
         return None
     try:
         library = ctypes.CDLL(str(_built(width, capability)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
     function = library.attend
     pointers, sizes, steps = 7 * [ctypes.c_void_p], 5 * [ctypes.c_int64], 4 * [ctypes.POINTER(ctypes.c_int64)]
@@ -85,7 +86,7 @@ def _built(width: int, capability: str) -> Path:
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     flags = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fopenmp", f"-DWIDTH={width}"]
     flags += _FLAGS.get(capability, [])
-    told = "\0".join([*compiler, *flags, capability, _SOURCE.read_text()])
+    told = "\0".join([*compiler, *flags, platform.machine(), capability, _SOURCE.read_text()])
     folder = cache_root()
     library = folder / f"few_queries-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     if not library.exists():

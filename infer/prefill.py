@@ -1,6 +1,6 @@
-"""Prompts that were read together, as the drafter sees them: one by one.
+"""What the target has read, as the drafter sees it: prompts that were read together one by one, and the rows of a round.
 
-Letters: R prompts, T their tokens in all.
+Letters: R prompts, T their tokens in all; B rows, A kept nodes, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .drafter import Observation
 from .target import Reading
+from .tree import TokenTree
+from .verify import Verdict
 
 
 def observations(
@@ -33,3 +35,22 @@ def observations(
             anchor=anchors[index : index + 1],
             known=held[index],
         )
+
+
+def accepted(
+    tree: TokenTree, reading: Reading, logits: Tensor, verdict: Verdict, path: Tensor, *, start: Tensor, ends: list[int]
+) -> Observation:
+    """Of a round, what was read at the nodes that are kept, `path` (B, A); logits (B, N, V); start (B,): tokens read before,
+    ends: after."""
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    return Observation(
+        rows=slice(0, len(path)),
+        tokens=tree.tokens.gather(1, path),
+        count=verdict.count,
+        start=start,
+        hidden=reading.hidden[rows, path],
+        features=None if reading.features is None else reading.features[rows, path],
+        anchor=verdict.bonus,
+        logits=logits,
+        ends=ends,
+    )

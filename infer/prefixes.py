@@ -11,9 +11,9 @@ Letters: R prompts, T their tokens in all, N the most that one of them has to re
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -59,20 +59,23 @@ class Prefixes:
         """What was left is nobody's."""
         self._left.clear()
 
-    def gather(self, queue: deque[Row], active: Sequence[Row], *, room: int, budget: int) -> list[Row]:
-        """Take those off the queue who join next, together: at most `room`, with `budget` tokens to read or alone. Who has much
-        in common with one of them waits until that one is read."""
-        known = self._known(active)
-        group, total = list[Row](), 0
-        while queue and len(group) < room:
-            text = queue[0].text
-            held = _longest(text, known).length
-            among = _longest(text, {number: row.text for number, row in enumerate(group)}).length if self.shares else 0
-            total += len(text) - held
-            if group and (total > budget or among > held):
+    def gather(self, queue: Iterable[Row], active: Sequence[Row], *, room: int, budget: int) -> list[Row]:
+        """The first of the queue, who join next, together: at most `room`, with `budget` tokens to read (filled up to the most
+        that one of them has, where some are not read whole) or alone. Who has much in common with one of them waits until
+        that one is read."""
+        known, group, shares, rests = self._known(active), list[Row](), list[Share](), list[int]()
+        for row in islice(queue, room):
+            share = _longest(row.text, known)
+            among = (
+                _longest(row.text, {number: row.text for number, row in enumerate(group)}).length if self.shares else 0
+            )
+            shares.append(share)
+            rests.append(len(row.text) - share.length)
+            total = len(rests) * max(rests) if any(each.length for each in shares) else sum(rests)
+            if group and (total > budget or among > share.length):
                 break
-            group.append(queue.popleft())
-        return group
+            group.append(row)
+        return _placed(group, shares, first=len(active))
 
     def take(
         self, texts: Sequence[list[int]], active: Sequence[Row], cache: KVCache, drafter: Drafter, state: Any
@@ -141,6 +144,16 @@ def _read_parts(
     lengths = torch.tensor(held, device=target.device)
     # As it is for every target: recordings are for the shapes of rounds.
     return Target.verify(target, tree, lengths, cache, longest=max(held), first_row=first_row, taps=taps)
+
+
+def _placed(group: list[Row], shares: list[Share], *, first: int) -> list[Row]:
+    """In another order: who goes on with what lies in one of the rows that they get, first.., gets that one."""
+    placed: dict[int, Row] = {}
+    for row, share in zip(group, shares):
+        if share.length and first <= share.row < first + len(group):
+            placed.setdefault(share.row - first, row)
+    others = iter([row for row in group if row not in placed.values()])
+    return [placed[at] if at in placed else next(others) for at in range(len(group))]
 
 
 def _longest(text: list[int], known: Mapping[int, list[int]]) -> Share:

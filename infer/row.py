@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .penalties import TokenCounts
-from .request import Finish, Output, Request
+from .request import Finish, Output, Progress, Request
 from .target import Target
 from .text import TextStream
 
@@ -26,6 +26,8 @@ class Row:
     eos_ids: tuple[int, ...]
     length: int = 0
     """Tokens the target has read."""
+    told: int = 0
+    """Tokens of the answer that were told of."""
 
     @classmethod
     def open(cls, request: Request, target: Target) -> Row:
@@ -78,8 +80,15 @@ class Row:
             self.stream.finish()
             self.output.text = self.stream.text
 
-    def out_of_memory(self, fault: str, *, rows: int) -> str:
-        """What to tell the user; rows: how many were in use."""
+    def news(self) -> Progress:
+        """What has been added since it was last asked."""
+        told, self.told = self.told, len(self.output.tokens)
+        return Progress(self.output, self.told - told, bool(self.output.finish))
+
+    def why_over(self, fault: str, *, rows: int) -> str:
+        """What to tell the user when it has to end; fault: how memory ran out, "" after an interrupt; rows: how many were in use."""
+        if not fault:
+            return f"{_name(self.request)}: it was interrupted, and its answer holds what begins answers, so it cannot be read again."
         return (
             f"{_name(self.request)}: memory ran out with {len(self.text)} of its tokens and {rows} rows in use ({fault}). "
             "Use fewer rows, a shorter prompt or a lower max_new_tokens."

@@ -186,9 +186,7 @@ class Tapes:
         """Equal as long as recordings read the same memory as the model."""
         model = self._model()
         assert model is not None, f"{self.name} is gone"
-        return tuple(
-            (id(each), each.dtype, each.device, _address(each)) for each in (*model.parameters(), *model.buffers())
-        )
+        return weights_of(model)
 
     def _record(self, function: Callable[..., Tensors], inputs: Tensors) -> _Recording:
         with torch.inference_mode(False):  # the places are written to inside of it and outside
@@ -203,6 +201,15 @@ def give_up_idle() -> None:
     """Keep no buffers that are not in use, of whatever model: memory has run out."""
     for tapes in _TAPES:
         tapes.give_up_idle()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Equal as long as a model's weights lie where they are."""
+    return tuple(
+        (id(each), each.dtype, each.device, _address(each)) for each in (*model.parameters(), *model.buffers())
+    )
 
 
 def _address(weight: Tensor) -> int:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.heads import METHODS, Binding
 from draftsmith.infer import decoder as module
 from draftsmith.infer.decoder import Answer, SpeculativeDecoder
 from draftsmith.infer.prompt_lookup import PromptLookup
+from draftsmith.infer.recorded import RecordedTarget
 from draftsmith.infer.request import Stats
 from draftsmith.infer.sampling import SamplingParams
 from draftsmith.infer.target import Target
 
 from ..heads.laws import SMALL
+from .tracing import Trace
 
 HOT = SamplingParams(temperature=0.8, min_p=0.02, frequency_penalty=0.3, seed=4)
 
@@ -85,6 +89,30 @@ def test_the_next_turn_of_a_conversation_costs_its_new_text(decoder: Speculative
     )
     assert ["".join(column) for column in zip(*pieces)] == expected
     assert [decoder.generate(prompt, max_new_tokens=20).text for prompt in ("the cat", "the dog")] == expected
+
+
+@pytest.mark.parametrize("way", ["in place", "replaced", "unnoticed"])
+def test_other_weights_read_nothing_on(tiny_target: Target, way: str) -> None:
+    """And play no recording that reads the old ones."""
+    model = copy.deepcopy(tiny_target.model)
+    decoder = SpeculativeDecoder(RecordedTarget(Target(model, tiny_target.tokenizer), Trace(most=50)), rows=1)
+    prompt = decoder.encode("the cat sat on the mat and the dog sat by the door")
+    before = decoder.generate(prompt, max_new_tokens=40)
+    generator = torch.Generator().manual_seed(3)
+    new = {
+        name: each + 0.3 * each.std() * torch.randn(each.shape, generator=generator)
+        for name, each in model.state_dict().items()
+    }
+    if way == "unnoticed":
+        for name, weight in model.named_parameters():
+            weight.data.copy_(new[name])
+        decoder.forget()
+    else:
+        model.load_state_dict(new, assign=way == "replaced")
+    fresh = SpeculativeDecoder(Target(model, tiny_target.tokenizer), rows=1)
+    for tokens in (prompt, [*prompt, 7], list(range(20, 60))):
+        assert decoder.generate(tokens, max_new_tokens=20).tokens == fresh.generate(tokens, max_new_tokens=20).tokens
+    assert fresh.generate(prompt, max_new_tokens=40).tokens != before.tokens
 
 
 def test_updates_are_the_answers_piece_by_piece(decoder: SpeculativeDecoder) -> None:

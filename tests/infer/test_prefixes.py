@@ -112,6 +112,34 @@ def test_the_next_turn_reads_what_is_new(target: Target) -> None:
         prompt = prompt + replies[-1] + random_ids(5, seed=turn, vocab=target.vocab_size)
 
 
+def test_who_grows_longer_than_the_other_still_goes_on_in_the_row_that_holds_it(target: Target) -> None:
+    engine = Engine(target, rows=2)
+    turns = [
+        Request("a", random_ids(60, seed=1, vocab=target.vocab_size), 5),
+        Request("b", random_ids(50, seed=2, vocab=target.vocab_size), 5),
+    ]
+    replies = together(engine, turns)
+    turns = [
+        Request(turn.id, [*turn.prompt, *replies[turn.id], *random_ids(new, seed=new, vocab=target.vocab_size)], 5)
+        for turn, new in zip(turns, (3, 30))
+    ]
+    assert together(engine, turns) == alone(target, turns)
+    assert engine._prefixes.reused == 60 + 50 + 2 * (5 - 1 - 1)
+
+
+def test_one_with_much_to_read_does_not_fill_up_many_with_little(target: Target) -> None:
+    """They are read side by side, as wide as the widest."""
+    engine, counts = Engine(target, rows=16), list[int]()
+    shared = random_ids(40, seed=1, vocab=target.vocab_size)
+    together(engine, [Request("first", shared, 2)])
+    rests = [400, *[2] * 12]
+    requests = [
+        Request(str(n), shared + random_ids(rest, seed=n, vocab=target.vocab_size), 1) for n, rest in enumerate(rests)
+    ]
+    counts.append(tokens_read(target, lambda: together(engine, requests)))
+    assert counts[0] <= sum(rests) + len(rests) + 64
+
+
 def test_little_in_common_is_not_worth_it(target: Target) -> None:
     shared = random_ids(SHORTEST - 1, seed=1, vocab=target.vocab_size)
     requests = [Request(str(n), [*shared, 3 + n, 7], 4) for n in range(4)]
@@ -171,4 +199,4 @@ def test_what_an_interrupt_left_half_read_is_not_reused(target: Target, monkeypa
         together(engine, [Request("second", second, 4)])
     monkeypatch.undo()
     again = Request("again", [*first, 9], 12)
-    assert together(engine, [again]) == alone(target, [again])
+    assert together(engine, [again]) == alone(target, [Request("second", second, 4), again])
